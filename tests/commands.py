@@ -15,6 +15,16 @@ class Ended(NamedTuple):
     def refusal(self) -> str:
         """The one line on standard error with which a command refuses what it was given."""
         assert self.code == 2 and "Traceback" not in self.out + self.err, self
+        return self._error()
+
+    def bug(self) -> str:
+        """The one line on standard error with which a command names a bug of ours."""
+        assert self.code == 70 and "Traceback" not in self.out + self.err, self
+        line = self._error()
+        assert line.startswith("error: a bug in l2r, not in what it was given: "), line
+        return line
+
+    def _error(self) -> str:
         (line,) = (line for line in self.err.splitlines() if line.startswith("error: "))
         return line
 

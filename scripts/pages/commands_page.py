@@ -23,9 +23,22 @@ more. Made by `python scripts/pages/commands_page.py`.
 - A verdict comes first, then a table for 80 columns; `--json` has every column.
 - `l2r_sips` and `l2r-sips` are one name.
 - `l2r --install-completion` completes words in bash, zsh, fish and PowerShell.
-- Bad input gives one line and exit code 2, within a second; a router's options take the seconds
-  in which torch is imported. Ctrl-C ends a command with 130, SIGTERM with 143; it
-  keeps what it wrote.
+- Bad input is refused within a second; a router's options take the seconds in which torch is
+  imported. A command that is stopped keeps what it wrote.
+
+| exit code | what it says |
+|---|---|
+| 0 | done |
+| 1 | done, and something was found or failed: a check, a benchmark, a run of several |
+| 2 | bad input, in one line that names the option, field or file; a full memory or disk |
+| 70 | a bug in l2r, and a file to report it with |
+| 130, 143 | stopped by Ctrl-C, by SIGTERM |
+
+The line of a bug names a file in the folder `bugs` of the cache, with the command, versions and the
+traceback, without passwords and tokens. Nothing is sent.
+
+In Python what exits with 2 is `l2r.InputError`, a `ValueError`; paths that the operating system
+refuses are an `OSError` too. `torchrun` ends with 1 whatever its ranks end with, and prints that.
 
 | variable | effect |
 |---|---|
@@ -35,7 +48,7 @@ more. Made by `python scripts/pages/commands_page.py`.
 | `L2R_GUARD=off` | no comparison of a GPU's kernels with plain code before their first use |
 | `L2R_IMPORT` | modules with [routers of your own](add-a-router.md), separated by commas |
 | `L2R_KEEP_MEMORY=off` | training on a CPU returns freed memory after each step, a sixth slower |
-| `L2R_TRACEBACK=1` | a traceback in place of the one-line error, for a bug report |
+| `L2R_TRACEBACK=1` | a traceback in place of the one-line error; the exit code stays |
 
 ## Shared
 """

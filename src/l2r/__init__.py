@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from l2r import functional as functional
     from l2r import routers as routers
     from l2r._version import __version__ as __version__
+    from l2r.errors import InputError as InputError
     from l2r.functional import load_balancing_loss as load_balancing_loss
     from l2r.functional import router_z_loss as router_z_loss
     from l2r.hf.checkpoints import load_pretrained as load_pretrained

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from l2r._version import __version__
+from l2r.errors import InputError
 
 # Kinds of device that torch knows by itself and can compute on; its plugins, the packages in
 # _BACKENDS, name others.
@@ -50,7 +51,7 @@ def device_name(name: str) -> str:
         name == "auto" or match[1] in _KINDS or importlib.metadata.entry_points(group=_BACKENDS)
     )
     if not known:
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:0; got {name!r}")
+        raise InputError(f"device must be auto, cpu, cuda or cuda:0; got {name!r}")
     return name
 
 
@@ -66,14 +67,14 @@ def pick_device(name: str) -> str:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"device must be one of this machine; got {name!r}") from None
+        raise InputError(f"device must be one of this machine; got {name!r}") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         here = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU"
-        raise ValueError(f"device must be auto or cpu here, {here} found; got {name!r}")
+        raise InputError(f"device must be auto or cpu here, {here} found; got {name!r}")
     try:
         torch.empty(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError):  # torch's, by kind of device
-        raise ValueError(f"device must be one of this machine; got {name!r}") from None
+        raise InputError(f"device must be one of this machine; got {name!r}") from None
     return name
 
 

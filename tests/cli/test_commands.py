@@ -8,6 +8,9 @@ import sys
 import pytest
 from typer.main import get_command
 
+from l2r.runs.folder import find_runs
+from l2r.runs.shapes import misshapen
+
 
 def assert_refused(result, *words):
     line = result.refusal()
@@ -51,6 +54,7 @@ def test_compare_trains_every_router_and_writes_one_self_contained_page(
     assert (tmp_path / "linear" / "text.npz").is_file()
     code, out, _ = l2r("report", tmp_path, "--json", "--out", tmp_path / "again.html")
     assert code == 0 and json.loads(out) == json.loads(json.dumps(rows))
+    assert [file for run in find_runs(tmp_path) for file in misshapen(run)] == []
 
 
 def test_train_show_prints_every_field_and_list_every_recipe(l2r):

@@ -7,6 +7,8 @@ import pytest
 from scipy.stats import binomtest
 
 from l2r.report.paper_tables import accuracy_table
+from l2r.runs.folder import RunFolder
+from l2r.runs.shapes import misshapen
 from l2r.stats.intervals import mean_interval
 
 SHORT = [
@@ -59,6 +61,7 @@ def test_page_shows_accuracy_patches_and_curves_once_per_router(compared):
     assert "Validation top-1 accuracy" in page and "images each" in page
     assert "seed-1</td>" not in page  # repeats have no row of their own
     assert (root / "linear" / "patches.npz").is_file()
+    assert [*misshapen(RunFolder(root / "linear"))] == []
     assert not (root / "linear.seed-1" / "patches.npz").exists()
 
 

@@ -339,7 +339,7 @@ CASES = {
     ),
     "a recipe that is a list": Case("run/recipe.yaml", text("[1, 2]"), WATCH, "recipe.yaml"),
     "a recipe without sections": Case(
-        "run/recipe.yaml", text("training: 5"), WATCH, "a file in run"
+        "run/recipe.yaml", text("training: 5"), WATCH, "recipe.yaml does not hold what it should"
     ),
     "an empty recipe": Case("run/recipe.yaml", text(""), WATCH, "recipe.yaml"),
     "a deep recipe": Case("run/recipe.yaml", text(f"task: {DEEP}"), WATCH, "recipe.yaml"),
@@ -469,7 +469,7 @@ CASES = {
             path.with_name("recipe.yaml").write_text("task: language\n"),
         ),
         ("export", "model", "--out", "new"),
-        "a file in",
+        "evaluation.json does not hold what it should",
     ),
 }
 

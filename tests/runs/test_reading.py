@@ -123,13 +123,6 @@ def test_names_by_the_million_are_compared_once():
         parse_json(b"{" + names.encode() + b"}")
 
 
-@pytest.mark.parametrize("error", [KeyError, TypeError, IndexError, AttributeError, OverflowError])
-def test_what_a_file_does_not_hold_is_one_line(error, tmp_path):
-    message = re.escape(f"a file in {tmp_path} does not hold")
-    with pytest.raises(ValueError, match=message), reading.files_of(tmp_path):
-        raise error("x")
-
-
 @pytest.mark.parametrize("part", [b"[]", b"{}", b'{"a": [1]}'])
 def test_many_small_parts_are_refused_before_they_are_made(part, monkeypatch):
     """An empty list is 3 bytes of text and 64 of memory."""

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from l2r.cli import main
@@ -84,7 +85,7 @@ def test_a_share_is_measured_once_and_goes_on_after_a_failure(tiny_changes, tmp_
     def train(recipe, folder, **options):
         trained.append(Path(folder).name)
         if trained == ["linear.seed-0", "l2r.seed-0"]:
-            raise RuntimeError("out of memory")
+            raise torch.OutOfMemoryError("out of memory")
         return loop.train(recipe, folder, **options)
 
     monkeypatch.setattr(running, "train", train)

@@ -125,7 +125,7 @@ def test_a_sweep_survives_a_failure_resumes_it_and_prints_the_papers_tables(
 
     def failing(name, step):
         if name == broken and step == 2:
-            raise RuntimeError("out of memory\nmore lines")
+            raise torch.OutOfMemoryError("out of memory\nmore lines")
 
     watch_steps(monkeypatch, failing)
     code, out, err = command(capsys, *args, "--json")

@@ -13,6 +13,7 @@ from l2r.analysis.diagnostics.routing_gain import batch_loss, measure_routing_ga
 from l2r.analysis.diagnostics.text_routing import TextTrace
 from l2r.analysis.extent import Extent
 from l2r.analysis.inputs import Subject, open_subject
+from l2r.errors import InputError
 from l2r.hf.checkpoints import FLOAT32, Placement, local_checkpoint
 from l2r.runs.diagnosis import Diagnosis
 from l2r.runs.folder import RunFolder
@@ -71,7 +72,7 @@ def diagnose_checkpoint(
     """
     for name, value in (("instances", instances), ("length", length)):
         if value < 1:
-            raise ValueError(f"{name} must be >= 1; got {value}")
+            raise InputError(f"{name} must be >= 1; got {value}")
     subject = open_subject(
         local_checkpoint(str(checkpoint), revision=revision, code=trust_remote_code),
         data,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from l2r.analysis.diagnostics.settings import TOKENS, DiagnosisSettings
+from l2r.errors import InputError
 from l2r.runs.folder import RunFolder
 
 
@@ -32,16 +33,16 @@ class Extent:
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
                 option = name.replace("_", "-")
-                raise ValueError(f"{option} must be >= {lowest}; got {getattr(self, name)}")
+                raise InputError(f"{option} must be >= {lowest}; got {getattr(self, name)}")
         if not math.isfinite(self.threshold):
-            raise ValueError(f"threshold must be finite; got {self.threshold}")
+            raise InputError(f"threshold must be finite; got {self.threshold}")
 
 
 def earlier_checkpoints(run: str | Path) -> list[Path]:
     """Checkpoints that training left in a run. Raises ValueError where there are fewer than two."""
     checkpoints = RunFolder(run).complete_checkpoints()
     if len(checkpoints) < 2:
-        raise ValueError(
+        raise InputError(
             "over-time needs several checkpoints, or a run that kept two or more (recipe fields "
             f"checkpoint.every and checkpoint.keep); {run} has {len(checkpoints)}"
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.hf.checkpoints import (
     FLOAT32,
     Placement,
@@ -151,7 +152,7 @@ def open_text(
     if source is not None and (Path(source) / "manifest.json").is_file():
         return _from_token_files(Path(source), vocab_size, instances, length, report)
     if tokenizer is None:
-        raise ValueError(
+        raise InputError(
             "the checkpoint has no tokenizer, so text cannot be read; pass token files as data"
         )
     if text is not None:
@@ -176,7 +177,7 @@ def open_text(
             report(too_small_domain(name, length))
         rows += of_domain
     if not rows:
-        raise ValueError(f"data must hold at least {length} tokens; got fewer in {source}")
+        raise InputError(f"data must hold at least {length} tokens; got fewer in {source}")
     tokens, files = len(rows) * length, sum(part.files for part in spread)
     if source is None and not held_out:  # the files of the packages are not counted
         report(f"read {tokens:,} tokens of the embedded corpus")
@@ -197,7 +198,7 @@ def _from_string(
 ) -> Text:
     ids = token_ids(tokenizer, text, add_special_tokens=False)
     if len(ids) < MIN_TOKENS:
-        raise ValueError(f"text must have at least {MIN_TOKENS} tokens; got {len(ids)}")
+        raise InputError(f"text must have at least {MIN_TOKENS} tokens; got {len(ids)}")
     count, length = rows_of_text(len(ids), instances, length)
     report(f"read {count * length:,} tokens of the text")
     return (
@@ -216,7 +217,7 @@ def _from_token_files(
     rows = dataset.rows(chosen)
     largest = int(rows["input_ids"].max())
     if largest >= vocab_size:
-        raise ValueError(
+        raise InputError(
             f"token ids of {folder} must be below the checkpoint's vocab_size {vocab_size}; "
             f"got {largest}: they were made with another tokenizer"
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from l2r.analysis.diagnostics.data_pass import read
 from l2r.analysis.diagnostics.text_routing import TextTrace
+from l2r.errors import InputError
 from l2r.hf.checkpoints import (
     FLOAT32,
     Placement,
@@ -42,12 +43,12 @@ def route_text(
     """
     folder = local_checkpoint(str(checkpoint), revision=revision, code=trust_remote_code)
     if is_image_classifier(folder):
-        raise ValueError(f"text is for language models; {checkpoint} classifies images")
+        raise InputError(f"text is for language models; {checkpoint} classifies images")
     model, tokenizer = load_causal_lm(
         folder, placement=placement, trust_remote_code=trust_remote_code
     )
     if tokenizer is None:
-        raise ValueError(f"text needs a tokenizer to be read with; {checkpoint} has none")
+        raise InputError(f"text needs a tokenizer to be read with; {checkpoint} has none")
     rows = _passages(token_ids(tokenizer, text), model.config, say)
     say(f"read {rows.numel():,} tokens of the text")
     trace = TextTrace(model, domains=(DOMAIN,), tokens=rows.numel())
@@ -70,7 +71,7 @@ def passages(tokens: int, config: Any) -> tuple[int, int]:
 def _passages(ids: list[int], config: Any, say: Callable[[str], object]) -> Tensor:
     """Rows [B, S] of tokens, as few as the context allows; a rest of less than B is left out."""
     if not ids:
-        raise ValueError("text must hold at least one token; got none")
+        raise InputError("text must hold at least one token; got none")
     count, length = passages(len(ids), config)
     left = len(ids) - count * length
     if count > 1:

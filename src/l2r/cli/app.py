@@ -1,4 +1,4 @@
-"""Assembles the commands and turns bad input into one line and exit code 2."""
+"""Assembles the commands; bad input is one line and exit code 2, a bug of ours a file and 70."""
 
 import importlib
 import logging
@@ -6,9 +6,11 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -16,8 +18,10 @@ import typer
 from typer.main import get_command
 
 from l2r._version import __version__
+from l2r.cli.bug import report_bug
 from l2r.cli.former import new_spelling
 from l2r.cli.output import echo
+from l2r.errors import DISK, InputError, is_out_of_memory, using
 from l2r.imports import MissingExtraError
 from l2r.runs.printable import printable
 
@@ -34,15 +38,11 @@ PANELS = {
 # Of click, or of the copy of click that newer versions of typer hold.
 _UsageError: Any = typer.BadParameter.__base__
 
-# What torch says of sizes that no machine has.
-_TOO_LARGE = (
-    "can't allocate memory",
-    "Storage size calculation overflowed",
-    "Overflow when unpacking",
-)
-
 # transformers reads them when it is first imported; our commands have their own bars.
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+_BUG = 70  # EX_SOFTWARE of sysexits.h
 
 
 def build_app() -> typer.Typer:
@@ -75,12 +75,16 @@ def build_app() -> typer.Typer:
 
 
 def main(args: list[str] | None = None) -> NoReturn:
-    """Run one command and exit: 0 done, 2 bad input, 130 SIGINT, 143 SIGTERM."""
+    """Run one command and exit with the code that says how it ended.
+
+    0 done; 1 done, and something was found or failed; 2 bad input; 70 a bug of ours; 130 SIGINT;
+    143 SIGTERM.
+    """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     words, group = sys.argv[1:] if args is None else args, get_command(build_app())
     try:
-        with _exit_on_sigterm(), _printable_messages():
+        with _exit_on_sigterm(), _printable_messages(), using(*_paths(words), disk=False):
             code = group(args=words, prog_name="l2r", standalone_mode=False)
     except _UsageError as error:
         text, where = error.format_message(), error.ctx
@@ -92,24 +96,21 @@ def main(args: list[str] | None = None) -> NoReturn:
         line = f"error: {one_line(text).rstrip('.')}; see {path} --help"
         echo(line if words else text, err=True)
         sys.exit(2)
-    except (ValueError, OSError, MemoryError, OverflowError, RecursionError) as error:
-        if os.environ.get("L2R_TRACEBACK"):
-            raise
-        echo(f"error: {with_option(one_line(error), group, words)}", err=True)
-        sys.exit(2)
+    except InputError as error:
+        _refuse(error, with_option(one_line(error), group, words))
     except MissingExtraError as error:
-        echo(f"error: {one_line(error)}", err=True)
-        sys.exit(2)
-    except (RuntimeError, TypeError) as error:
-        if not any(words in str(error) for words in _TOO_LARGE) or os.environ.get("L2R_TRACEBACK"):
-            raise
-        echo(f"error: a size is too large: {one_line(str(error).splitlines()[0])}", err=True)
-        sys.exit(2)
-    except ModuleNotFoundError as error:
-        echo(f"error: {missing_package(error)}", err=True)
-        sys.exit(2)
+        _refuse(error, one_line(error))
     except KeyboardInterrupt:
         code = 130
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "l2r").split(".")[0] != "l2r":
+            _refuse(error, missing_package(error))
+        if is_out_of_memory(error):
+            _refuse(error, f"not enough memory: {one_line(str(error).partition(chr(10))[0])}")
+        if isinstance(error, OSError) and error.errno in DISK:
+            _refuse(error, f"the disk fails: {one_line(error)}")
+        _say(error, report_bug(error, words))
+        sys.exit(_BUG)
     if code == 130:
         echo("interrupted", err=True)
     sys.exit(code if isinstance(code, int) else 0)
@@ -159,12 +160,28 @@ def _printable_messages() -> Iterator[None]:
         warnings.formatwarning = warning
 
 
+def _refuse(error: Exception, line: str) -> NoReturn:
+    """Print the one line on what a person can mend, and exit."""
+    _say(error, line)
+    sys.exit(2)
+
+
+def _say(error: Exception, line: str) -> None:
+    """Print the line of an error, or its traceback where that is wanted."""
+    if os.environ.get("L2R_TRACEBACK"):
+        line = "".join(traceback.format_exception(error))
+    echo(f"error: {line}", err=True)
+
+
+def _paths(words: list[str]) -> list[str]:
+    """Paths that may be given: words of the command line, values in them, folders of caches."""
+    named = [part for word in words for part in (word, word.partition("=")[2]) if part]
+    folders = [os.environ.get(name) for name in ("L2R_CACHE", "HF_HOME", "HF_HUB_CACHE", "TMPDIR")]
+    return [*named, *filter(None, folders), str(Path("~/.cache").expanduser())]
+
+
 def one_line(error: Exception | str) -> str:
-    """A message on a single line; an operating-system error is its path and its reason."""
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        reason = error.strerror[0].lower() + error.strerror[1:]
-        path = error.filename2 or error.filename  # the second is where a finished file is moved
-        error = f"cannot use {path}: {reason}"
+    """A message on a single line; the name of the error where it has none."""
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -26,6 +26,7 @@ from l2r.cli.options import (
     read_text,
 )
 from l2r.cli.output import echo
+from l2r.errors import InputError
 from l2r.runs.plain_json import plain_json
 
 
@@ -67,7 +68,7 @@ def check(
 
     placement = Placement(dtype, device, device_map, say)
     if instances < 2:
-        raise ValueError(f"instances must be >= 2; got {instances}")
+        raise InputError(f"instances must be >= 2; got {instances}")
     check_one_source(text, data)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     check_reads(folder, data)

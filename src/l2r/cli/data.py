@@ -12,6 +12,7 @@ import typer
 
 from l2r.cli.options import AsJson, at_least, data_option, must_exist, out_option, tokens_option
 from l2r.cli.output import echo
+from l2r.errors import InputError
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def tokenizer(
     from l2r.training.data import CorpusOptions, split_corpus, write_new_tokenizer
 
     if out.exists():
-        raise ValueError(f"out must be a new folder; got {out}")
+        raise InputError(f"out must be a new folder; got {out}")
     check_place(out)
     train, _ = split_corpus(CorpusOptions(str(data), vocab_size))
     texts = (text for domain in train.values() for text in domain)

@@ -27,6 +27,7 @@ from l2r.cli.options import (
     read_text,
 )
 from l2r.cli.output import echo
+from l2r.errors import InputError
 from l2r.runs.plain_json import plain_json
 
 
@@ -83,7 +84,7 @@ def diagnose(
     from l2r.runs.atomic import check_place, make_folder
 
     if text_tokens < 0:
-        raise ValueError(f"text_tokens must be >= 0; got {text_tokens}")
+        raise InputError(f"text_tokens must be >= 0; got {text_tokens}")
     check_one_source(text, data)
     settings = DiagnosisSettings(sigma=sigma, seed=seed, certify=certify)
     extent = Extent(
@@ -162,7 +163,7 @@ def _check(
         if not own_text:
             check_reads(folder, data)
         elif is_image_classifier(folder):
-            raise ValueError(f"text is for language models; {checkpoint} classifies images")
+            raise InputError(f"text is for language models; {checkpoint} classifies images")
         else:
             check_reads_text(folder)
     return folders
@@ -215,4 +216,4 @@ def names(checkpoints: list[str]) -> dict[str, str]:
         short = ["-".join(path.parts[-depth:]).replace("/", "") for path in paths]
         if len(set(short)) == len(short):
             return dict(zip(short, checkpoints, strict=True))
-    raise ValueError(f"checkpoints must differ; got {', '.join(checkpoints)}")
+    raise InputError(f"checkpoints must differ; got {', '.join(checkpoints)}")

@@ -26,6 +26,7 @@ from l2r.cli.options import (
     refuse_options,
 )
 from l2r.cli.output import echo
+from l2r.errors import InputError
 
 # What the checkpoints of one kind, or text, can do nothing with.
 _LANGUAGE_ONLY = ("tasks", "split", "requests", "length", "text", "stride")
@@ -112,11 +113,11 @@ def eval(
 
     placement = Placement(dtype, device, device_map, say)
     if len(checkpoints) > 1 and out is not None:
-        raise ValueError(f"out is for one checkpoint; got out={out} and {len(checkpoints)} of them")
+        raise InputError(f"out is for one checkpoint; got out={out} and {len(checkpoints)} of them")
     check_one_source(text, data)
     for path in checkpoints if data else ():
         if Path(path).is_file():
-            raise ValueError(f"every file needs its own --data; got {path} as a checkpoint")
+            raise InputError(f"every file needs its own --data; got {path} as a checkpoint")
     named = names(checkpoints)
     folders = {
         name: local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
@@ -131,13 +132,13 @@ def eval(
         check_place(place)
     images = [name for name, folder in folders.items() if is_image_classifier(folder)]
     if images and len(checkpoints) > 1:
-        raise ValueError(f"image classifiers are evaluated one at a time; got {images[0]} and more")
+        raise InputError(f"image classifiers are evaluated one at a time; got {images[0]} and more")
     common: Any = {"batch_size": batch_size, "placement": placement}
     common["trust_remote_code"] = trust_remote_code
     if images:
         refuse_options(context, _LANGUAGE_ONLY, f"a language model; {images[0]} classifies images")
         if len(data or ()) > 1:
-            raise ValueError(f"data must be one folder of images; got {', '.join(data or ())}")
+            raise InputError(f"data must be one folder of images; got {', '.join(data or ())}")
         source = data[0] if data else None
         check_reads(folders[images[0]], source)
         opened = averaged_folder(folders[images[0]]) if average else folders[images[0]]
@@ -155,7 +156,7 @@ def eval(
         refuse_options(context, _TASKS_ONLY, "tasks; leave it out with --data and --text")
         for path in data or ():
             if not Path(path).expanduser().exists():
-                raise ValueError(f"data must be text for a language model; got {path}")
+                raise InputError(f"data must be text for a language model; got {path}")
         own = None if text is None else read_text(text)
         settings = TextSettings(length, stride, limit, dtype)
         from l2r.cli.eval_on_text import evaluate_on_text

@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from l2r.cli.experiment import say
 from l2r.cli.options import AsJson, Open, out_option, tokens_option
+from l2r.errors import InputError
 
 if TYPE_CHECKING:
     from l2r.studies import Plan, Question
@@ -78,11 +79,11 @@ def run(
     from l2r.studies import read_plan
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("this command starts processes itself; run it without torchrun")
+        raise InputError("this command starts processes itself; run it without torchrun")
     registered = read_plan(plan)
     stored = results / registered.name
     if judge_only and not (stored / "results.jsonl").is_file():
-        raise ValueError(_no_results(registered.name, stored))
+        raise InputError(_no_results(registered.name, stored))
     for place in (out, *([] if judge_only else [results])):
         check_place(place)
 
@@ -109,10 +110,10 @@ def run(
         raise typer.Exit(128 + signal if signal else int(failed > 0))
     found = results_of(registered, cells, places)  # of another recipe: said before hours of work
     if judge_only and not found:
-        raise ValueError(_no_results(registered.name, places.results))
+        raise InputError(_no_results(registered.name, places.results))
     ended = places.ended()
     if ended and not judge_only:
-        raise ValueError(f"{registered.name} was ended: {ended} --judge-only judges what there is")
+        raise InputError(f"{registered.name} was ended: {ended} --judge-only judges what there is")
     if not judge_only:
         try:
             found = run_plan(registered, plan, places, Budget(most, hours, processes), say)
@@ -178,11 +179,11 @@ def new(
     count = None if tokens is None else parse_tokens(tokens)
     for name, value in (("margin", margin), ("sd", sd)):
         if not 0 < value < float("inf"):
-            raise ValueError(f"{name} must be > 0 and finite; got {value:g}")
+            raise InputError(f"{name} must be > 0 and finite; got {value:g}")
     named = [word.partition(":")[::2] for word in arm]
     arms = {name: [change for change in changes.split(",") if change] for name, changes in named}
     if len(arms) < len(arm):
-        raise ValueError(f"--arm must have different names; got {', '.join(arm)}")
+        raise InputError(f"--arm must have different names; got {', '.join(arm)}")
     question = Question(
         file.stem, recipe, arms, metric, better, margin, sd, count, first_seed=first_seed
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from l2r.cli.output import echo
+from l2r.errors import InputError
 
 if TYPE_CHECKING:
     from l2r.studies import Cell, Outcome
@@ -38,7 +39,7 @@ def check_inputs(recipe: str, changes: Sequence[str]) -> None:
         value = data.get(name)
         for path in value if isinstance(value, list) else [value]:
             if path not in builtin and not Path(path).expanduser().exists():
-                raise ValueError(f"data.{name} must be a path that exists; got {path}")
+                raise InputError(f"data.{name} must be a path that exists; got {path}")
 
 
 def run_all(
@@ -53,7 +54,7 @@ def run_all(
     from l2r.studies import run_cells, suitable_processes
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
+        raise InputError(
             "this command is one process; start its runs with "
             '--launch "torchrun --nproc-per-node N"'
         )
@@ -85,7 +86,7 @@ def diagnose_all(outcomes: "Iterable[Outcome]") -> None:
             bars("diagnoses", done, len(todo), outcome.run.name)
             try:
                 diagnose_run(outcome.run, outcome.cell.recipe)
-            except (ValueError, OSError) as error:
+            except InputError as error:
                 say(f"no diagnosis of {outcome.run.name}: {' '.join(str(error).split())}")
         bars("diagnoses", len(todo), len(todo), "")
 

@@ -16,6 +16,7 @@ from l2r.cli.options import (
     TrustRemoteCode,
 )
 from l2r.cli.output import echo
+from l2r.errors import InputError
 
 
 def export(
@@ -51,9 +52,9 @@ def export(
     from l2r.runs.atomic import check_new_folder
 
     if form == "hf" and tolerance is not None:
-        raise ValueError(f"tolerance is for programs; got tolerance={tolerance} with format=hf")
+        raise InputError(f"tolerance is for programs; got tolerance={tolerance} with format=hf")
     if form != "hf" and (device_map is not None or dtype not in ("auto", "float32")):
-        raise ValueError(
+        raise InputError(
             f"a program is of one device and float32; got dtype={dtype}, {device_map=}"
         )
     placement = Placement(dtype, device_map=device_map, report=say)

@@ -15,6 +15,7 @@ from l2r.cli.options import (
     out_option,
     read_layers,
 )
+from l2r.errors import InputError
 
 if TYPE_CHECKING:
     from l2r.report.page import Section
@@ -52,12 +53,12 @@ def landscape(
     from l2r.runs.atomic import check_file_place
 
     if not _LEAST <= reach <= _MOST:
-        raise ValueError(f"reach must be between {_LEAST:g} and {_MOST:g}; got {reach}")
+        raise InputError(f"reach must be between {_LEAST:g} and {_MOST:g}; got {reach}")
     if not 0 <= seed < 2**63 - _DRAWS:
-        raise ValueError(f"seed must be between 0 and 2^63 - {_DRAWS + 1}; got {seed}")
+        raise InputError(f"seed must be between 0 and 2^63 - {_DRAWS + 1}; got {seed}")
     chosen = read_layers(layers)
     if checkpoint is None and chosen is not None:
-        raise ValueError(f"layers are read only with a checkpoint; got layers={layers}")
+        raise InputError(f"layers are read only with a checkpoint; got layers={layers}")
     check_file_place(out)
     folder = None
     if checkpoint is not None:

@@ -26,6 +26,7 @@ from l2r.cli.options import (
     read_text,
 )
 from l2r.cli.output import echo
+from l2r.errors import InputError
 from l2r.runs.plain_json import plain_json
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def mismatch(
         check_place(record.parent)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     if is_image_classifier(folder):
-        raise ValueError(f"mismatch compares language models; {checkpoint} classifies images")
+        raise InputError(f"mismatch compares language models; {checkpoint} classifies images")
     check_reads_text(folder, data, option="--data")
     text = None if text is None else read_text(text)
     other = _other_checkpoint(against, code=trust_remote_code)
@@ -154,11 +155,11 @@ def mismatch(
 
 def _check(against: str | None, answers: Path | None, record: Path | None) -> None:
     if against is None and record is None:
-        raise ValueError("against must say what to compare with, or record where routes go")
+        raise InputError("against must say what to compare with, or record where routes go")
     if record is not None and record.exists():
-        raise ValueError(f"record must be a new file; {record} exists")
+        raise InputError(f"record must be a new file; {record} exists")
     if (against in _ENGINES) != (answers is not None):
-        raise ValueError(
+        raise InputError(
             "answers, a file of completions with routed_experts, go with --against vllm or sglang"
         )
 
@@ -172,8 +173,8 @@ def _other_checkpoint(against: str | None, *, code: bool) -> Path | None:
         return None
     try:
         folder = local_checkpoint(str(against), code=code)
-    except ValueError as error:
-        raise ValueError(
+    except InputError as error:
+        raise InputError(
             f"against must be one of {', '.join((*ARITHMETICS, *_ENGINES))}, a file of routes or a "
             f"checkpoint; {error}"
         ) from error

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from l2r.errors import InputError
 from l2r.runs.reading import refuse_pointer
 from l2r.runs.spelling import existing_path
 
@@ -29,7 +30,7 @@ def must_exist(param: typer.CallbackParam, paths: Any) -> Any:
     """The path, or the paths, of an option. Raises ValueError where there is nothing."""
     for path in paths if isinstance(paths, list) else [paths]:
         if path is not None and not Path(path).exists():
-            raise ValueError(f"{param.name} must be a file or a folder that exists; got {path}")
+            raise InputError(f"{param.name} must be a file or a folder that exists; got {path}")
         if path is not None:
             refuse_pointer(Path(path))
     return paths
@@ -44,7 +45,7 @@ def images_or_path(param: typer.CallbackParam, source: str | None) -> str | None
     if Path(source).expanduser().exists():
         refuse_pointer(Path(source).expanduser())
         return source
-    raise ValueError(
+    raise InputError(
         f"{param.name} must be a file or a folder that exists, {' or '.join(BUILT_IN_IMAGES)}; "
         f"got {source}"
     )
@@ -65,15 +66,15 @@ def is_text(param: typer.CallbackParam, text: str | None) -> str | None:
     if text in (None, "-"):
         return text
     if not text:
-        raise ValueError("text must not be empty")
+        raise InputError("text must not be empty")
     if text.lstrip("-").isdigit():
-        raise ValueError(f"text is a string; the number of tokens is --text-tokens; got {text!r}")
+        raise InputError(f"text is a string; the number of tokens is --text-tokens; got {text!r}")
     try:
         is_path = Path(text).exists()
     except (OSError, ValueError):  # longer than a path can be, or with a null character
         is_path = False
     if is_path or (" " not in text and text.endswith(_TEXT_SUFFIXES)):
-        raise ValueError(
+        raise InputError(
             f"text is a string, or - for standard input; files and folders are --data {text}"
         )
     return text
@@ -84,16 +85,16 @@ def read_text(text: str) -> str:
     try:
         read = sys.stdin.read() if text == "-" else text
     except UnicodeDecodeError:
-        raise ValueError("text must be in UTF-8; standard input is not") from None
+        raise InputError("text must be in UTF-8; standard input is not") from None
     if not read:
-        raise ValueError("text must not be empty")
+        raise InputError("text must not be empty")
     return read
 
 
 def check_one_source(text: str | None, data: Any) -> None:
     """Raise ValueError where both a string and files are to be read."""
     if text is not None and data:
-        raise ValueError("text must be given without --data: a command reads one or the other")
+        raise InputError("text must be given without --data: a command reads one or the other")
 
 
 def refuse_options(context: typer.Context, names: Sequence[str], kind: str) -> None:
@@ -101,7 +102,7 @@ def refuse_options(context: typer.Context, names: Sequence[str], kind: str) -> N
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":
-            raise ValueError(f"--{name.replace('_', '-')} is for {kind}")
+            raise InputError(f"--{name.replace('_', '-')} is for {kind}")
 
 
 def at_least(least: int) -> Callable[[typer.CallbackParam, int | None], int | None]:
@@ -109,7 +110,7 @@ def at_least(least: int) -> Callable[[typer.CallbackParam, int | None], int | No
 
     def check(param: typer.CallbackParam, value: int | None) -> int | None:
         if value is not None and value < least:
-            raise ValueError(f"{param.name} must be >= {least}; got {value}")
+            raise InputError(f"{param.name} must be >= {least}; got {value}")
         return value
 
     return check
@@ -244,4 +245,4 @@ def read_layers(text: str | None) -> list[int] | None:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"layers must be 'all' or indices like 0,3,5; got {text!r}") from None
+        raise InputError(f"layers must be 'all' or indices like 0,3,5; got {text!r}") from None

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from l2r.cli.options import AsJson
+from l2r.errors import InputError
 
 _MOST = 2**48  # entries of a tensor; torch counts bytes in 63 bits
 _ACROSS = 5  # numbers of heads side by side on a terminal
@@ -37,12 +38,12 @@ def params(
     Example: l2r params --hidden-size 4096 --num-experts 128 --num-layers 32
     """
     if cost and (vit or recipes is not None):
-        raise ValueError("cost must be given without vit and recipes; --vit prints operations too")
+        raise InputError("cost must be given without vit and recipes; --vit prints operations too")
     rank_list, head_list = _positive("ranks", ranks), _positive("heads", heads)
     rank, head = max(rank_list), max(head_list)
     entries = max(num_experts * hidden_size, num_experts * rank * head, rank * hidden_size)
     if entries > _MOST:
-        raise ValueError(
+        raise InputError(
             "num_experts x hidden_size, num_experts x rank x heads and rank x hidden_size must be "
             f"at most {_MOST:,}; got {entries:,}"
         )
@@ -84,5 +85,5 @@ def params(
 def _positive(name: str, text: str) -> list[int]:
     values = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if min(values) < 1:
-        raise ValueError(f"{name} must be positive integers separated by commas; got {text!r}")
+        raise InputError(f"{name} must be positive integers separated by commas; got {text!r}")
     return values

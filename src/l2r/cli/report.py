@@ -7,6 +7,7 @@ import typer
 
 from l2r.cli.options import AsJson, Open, Runs, must_exist, out_option
 from l2r.cli.output import echo
+from l2r.errors import InputError
 
 
 def report(
@@ -33,13 +34,13 @@ def report(
     """
     from l2r.runs.atomic import check_file_place
     from l2r.runs.folder import RunFolder, find_runs
-    from l2r.runs.reading import files_of
+    from l2r.runs.shapes import files_of
 
     if not 1 <= interval < float("inf"):
-        raise ValueError(f"interval must be >= 1 second; got {interval:g}")
+        raise InputError(f"interval must be >= 1 second; got {interval:g}")
     found, path = find_runs(folder), out or folder / "report.html"
     if watch and not RunFolder(folder).is_run():
-        raise ValueError(f"--watch follows one run; got {folder}, which holds {len(found)}")
+        raise InputError(f"--watch follows one run; got {folder}, which holds {len(found)}")
     check_file_place(path)
     from l2r.cli.console import print_pages, print_table
     from l2r.report.comparison import in_paper_order, write_report
@@ -50,9 +51,9 @@ def report(
     if watch:
         echo(f"watching {folder}; Ctrl-C ends it: {path}", err=True)
         for _ in runs[0].changes(interval):
-            with files_of(folder):
+            with files_of(runs):
                 write_report(runs, path, more=speed, reload=interval)
-    with files_of(folder):
+    with files_of(runs):
         table, pages = write_report(runs, path, more=speed)
     print_table(table, as_json=as_json)
     print_pages(pages, show=open_, err=as_json)

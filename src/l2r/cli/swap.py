@@ -30,6 +30,7 @@ from l2r.cli.options import (
     tokens_option,
 )
 from l2r.cli.output import echo
+from l2r.errors import InputError
 from l2r.report.tables import Table
 from l2r.runs.plain_json import plain_json
 
@@ -155,11 +156,11 @@ def _check(context: typer.Context, changes: Sequence[str], *, fit: bool, out: Pa
     if fit:
         for change in changes:
             if "=" not in change:  # a former release took the text here
-                raise ValueError(f"fit takes no value; the text is --data PATH; got {change!r}")
+                raise InputError(f"fit takes no value; the text is --data PATH; got {change!r}")
         return
     refuse_options(context, _FIT_ONLY, "a fit; give --fit too")
     if out is None:
-        raise ValueError("out must name a new folder; only a fit measures without one")
+        raise InputError("out must name a new folder; only a fit measures without one")
 
 
 def _open(

@@ -8,6 +8,7 @@ import typer
 from l2r.cli.experiment import check_inputs, say
 from l2r.cli.options import RECIPE, Changes, out_option
 from l2r.cli.output import echo
+from l2r.errors import InputError
 
 
 def train(
@@ -29,7 +30,7 @@ def train(
             echo(f"{name:40} {recipe_header(name).splitlines()[0]}")
         return
     if recipe is None:
-        raise ValueError("RECIPE is missing; l2r train --list shows the packaged ones")
+        raise InputError("RECIPE is missing; l2r train --list shows the packaged ones")
     name = recipe if not recipe.endswith((".yaml", ".yml")) else Path(recipe).stem
     folder = out or Path("runs") / name
     if not show:

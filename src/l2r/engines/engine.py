@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from l2r.errors import InputError
 from l2r.routers import Router, RouterConfig, build_router
 from l2r.routers.selection_rule import Selection
 from l2r.versions import TRIED, check_version
@@ -40,12 +41,12 @@ def engine_router(values: Mapping[str, Any], **sizes: int) -> Router:
     """
     config: Any = RouterConfig.from_dict(values)
     if getattr(config, "anchor_norm", None) is not None:
-        raise ValueError(
+        raise InputError(
             "anchor_norm must be None in an engine, which calls no router after an optimizer "
             f"step; got anchor_norm={config.anchor_norm}"
         )
     if getattr(config, "query_norm", None) == "batchnorm":
-        raise ValueError(
+        raise InputError(
             "query_norm must be rmsnorm or none in an engine, whose ranks do not all meet in a "
             "layer to share a batch statistic; got query_norm='batchnorm'"
         )
@@ -129,7 +130,7 @@ def selecting_as(router: Router, rule: Selection) -> RouterConfig:
         own = build_router(config, **sizes).selection
     same = dataclasses.replace(own, norm_eps=0.0, norm_min=0.0, bias=rule.bias) == rule
     if not same or (rule.bias is not None and own.bias is None):
-        raise ValueError(
+        raise InputError(
             f"no {config.kind} router selects by itself as the engine does, so a checkpoint "
             f"would route otherwise; got {rule} from the engine, {own} from the router"
         )

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from l2r.errors import InputError
 from l2r.routers import Router, RouterConfig
 
 Pair = tuple[Tensor, Tensor]  # one value in a Hugging Face model and in an engine, equal shapes
@@ -25,14 +26,14 @@ class Tensors:
     def take(self, name: str) -> Tensor:
         """A tensor by name."""
         if name not in self.left:
-            raise ValueError(f"{self.owner} must hold {name} to be an OLMoE; it does not")
+            raise InputError(f"{self.owner} must hold {name} to be an OLMoE; it does not")
         return self.left.pop(name)
 
     def all_taken(self) -> None:
         """Refuse a tensor that nothing took."""
         if self.left:
             names = ", ".join(sorted(self.left)[:3])
-            raise ValueError(f"{self.owner} holds what an OLMoE has no place for: {names}")
+            raise InputError(f"{self.owner} holds what an OLMoE has no place for: {names}")
 
 
 def olmoe(router: RouterConfig, *, post_norm: bool = False, **settings: Any) -> Any:
@@ -77,11 +78,11 @@ def copy_all(
         ours.all_taken()
         theirs.all_taken()
     except RuntimeError as error:  # a view that does not fit
-        raise ValueError(f"both models must have the same sizes: {error}") from error
+        raise InputError(f"both models must have the same sizes: {error}") from error
     for here, there in matched:
         if here.shape != there.shape:
             sizes = f"got {list(here.shape)} and {list(there.shape)}"
-            raise ValueError(f"both models must have the same sizes; {sizes}")
+            raise InputError(f"both models must have the same sizes; {sizes}")
     for here, there in matched:
         target, source = (there, here) if to_engine else (here, there)
         target.copy_(source)
@@ -105,4 +106,4 @@ def router_pairs(
     if bias is not None:
         yield value, theirs.take(bias)
     elif value.any():
-        raise ValueError("the model has a selection bias, and the engine's routers have none")
+        raise InputError("the model has a selection bias, and the engine's routers have none")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.hf.routes import in_backward, next_number, outside_of_graphs, running_number
 
 
@@ -98,7 +99,7 @@ class Calls(ABC):
         if self._now is not None:
             return self._now
         if not in_backward():
-            raise ValueError(
+            raise InputError(
                 "a router ran outside of a call of the model; pass the model that is called"
             )
         number = running_number()
@@ -123,4 +124,4 @@ def _shape(values: Sequence[Any]) -> tuple[int, int]:
     for tensor in tensors:
         if tensor.ndim == 3:
             return tensor.shape[0], tensor.shape[1]
-    raise ValueError("a call must have token ids [rows, columns] to find its routes")
+    raise InputError("a call must have token ids [rows, columns] to find its routes")

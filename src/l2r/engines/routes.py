@@ -17,6 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from l2r.engines.route_calls import Call, Calls, Choose, Part, Seat
+from l2r.errors import InputError
 from l2r.hf.routes import (
     NO_ROUTE,
     Fingerprint,
@@ -61,11 +62,11 @@ class Recorder(Calls):
         before the first call and for masks of other shapes.
         """
         if not self._taken:
-            raise ValueError("nothing was recorded yet; call the model inside the block")
+            raise InputError("nothing was recorded yet; call the model inside the block")
         if masks is None:
             masks = [torch.ones(call.rows, call.columns, dtype=torch.bool) for call in self._taken]
         if len(masks) != len(self._taken):
-            raise ValueError(f"masks must be {len(self._taken)}, one a call; got {len(masks)}")
+            raise InputError(f"masks must be {len(self._taken)}, one a call; got {len(masks)}")
         parts = []
         for mask, taken in zip(masks, self._taken.values(), strict=True):
             layers = [_gathered(*taken[layer]) for layer in self.fingerprint.layers]
@@ -87,7 +88,7 @@ class Replay(Calls):
     def _choose(self, call: Call, layer: int, own: Tensor, part: Part) -> Tensor:
         width = own.shape[1]
         if own.shape[0] != call.rows or width * part.ranks != call.columns:
-            raise ValueError(
+            raise InputError(
                 f"the router of layer {layer} must see {call.rows} rows of "
                 f"{call.columns} / {part.ranks} tokens; it saw {list(own.shape[:2])}"
             )
@@ -99,7 +100,7 @@ class Replay(Calls):
     def _check(self, call: Call) -> None:
         left = len(self._routes) - call.first
         if left < call.rows:
-            raise ValueError(
+            raise InputError(
                 f"a call reads {call.rows} sequences; {left} of the routes' "
                 f"{len(self._routes)} are left"
             )
@@ -127,13 +128,13 @@ def replaying(
     """
     missing = sorted(set(seats) - set(routes.layers))
     if missing:
-        raise ValueError(
+        raise InputError(
             f"routes must have the layers of the model; {missing} are not in {routes.layers}"
         )
     for name in ("num_experts", "top_k"):
         ours, theirs = getattr(routes.fingerprint, name), getattr(sizes, name)
         if ours != theirs:
-            raise ValueError(
+            raise InputError(
                 f"routes and model must have the same {name}; got {ours} in the routes and "
                 f"{theirs} in the model"
             )
@@ -142,7 +143,7 @@ def replaying(
     with _watched(model, seats, session):
         yield session
     if len(routes) and not session.sequences:
-        raise ValueError(
+        raise InputError(
             "replay must see a call of the model that it got; it saw none that succeeded"
         )
 
@@ -168,7 +169,7 @@ def routers_by_layer(model: nn.Module, kind: type, engine: str) -> dict[int, Any
     """Routers of a class by the number of their layer. Raises ValueError where there is none."""
     routers = {layer_index(n): m for n, m in model.named_modules() if isinstance(m, kind)}
     if not routers:
-        raise ValueError(f"the model has no router of {engine}'s")
+        raise InputError(f"the model has no router of {engine}'s")
     return routers
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from l2r.errors import InputError
 from l2r.report.page import Link, Section, write_page
 from l2r.report.style import expert_axis, layout
 from l2r.report.verdicts import Verdict, span
@@ -83,7 +84,7 @@ def compare_patches(routings: Mapping[str, PatchRouting], *, images: int = 6) ->
     """
     first = next(iter(routings.values()))
     if any(not np.array_equal(r.images, first.images) for r in routings.values()):
-        raise ValueError("patches can only be compared on the same images")
+        raise InputError("patches can only be compared on the same images")
     panels = [(name, r, len(r.layers) - 1) for name, r in routings.items()]
     names = [_class_name(first, int(label)) for label in first.labels]
     return _figure(panels, names[:images])

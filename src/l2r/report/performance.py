@@ -6,6 +6,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from l2r.errors import InputError
 from l2r.report.page import Section, write_page
 from l2r.report.palette import INK, router_color, router_of
 from l2r.report.style import layout
@@ -196,7 +197,7 @@ def read_bench(path: Path) -> dict[str, Any]:
         bench: dict[str, Any] = parse_json(read_bytes(path), strict=False)
         bench_section(bench)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
-        raise ValueError(
+        raise InputError(
             f"bench must be a JSON file written by l2r bench --out; got {path} ({error!r})"
         ) from error
     return bench

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.functional.autocast import autocasts, without_autocast
 from l2r.kernels import dispatch
 from l2r.kernels.contract import DEFAULTS, ScoreConstants
@@ -54,14 +55,14 @@ class Router(nn.Module):
         super().__init__()
         for name, value in (("hidden_size", hidden_size), ("num_experts", num_experts)):
             if value < 1:
-                raise ValueError(f"{name} must be >= 1; got {name}={value}")
+                raise InputError(f"{name} must be >= 1; got {name}={value}")
         if not 1 <= top_k <= num_experts:
-            raise ValueError(
+            raise InputError(
                 f"top_k must be between 1 and num_experts; "
                 f"got top_k={top_k}, num_experts={num_experts}"
             )
         if top_k == 1 and config.normalize_weights:
-            raise ValueError(
+            raise InputError(
                 "normalize_weights with top_k=1 makes every weight 1 and stops the router's "
                 "gradient; set normalize_weights=False or top_k >= 2"
             )

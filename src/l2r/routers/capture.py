@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.routers.base import Router, RouterOutput
 from l2r.routers.observe import watched
 from l2r.routers.temporary import removing, replaced
@@ -57,7 +58,7 @@ def capture(model: nn.Module, *, inputs: bool = False) -> Iterator[Captured]:
     """
     routers = {name: m for name, m in model.named_modules() if isinstance(m, Router)}
     if not routers:
-        raise ValueError(f"{type(model).__name__} contains no l2r Router to capture")
+        raise InputError(f"{type(model).__name__} contains no l2r Router to capture")
     record, thread = Captured(routers=routers), threading.get_ident()
     compiled = hasattr(model, "_orig_mod")
     call = Captured() if compiled else record  # a graph is guarded by the lengths of its lists

@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from l2r.errors import InputError
 from l2r.routers.external_routers import import_entry_points, import_named_modules
 from l2r.runs.read_with import ReadWith, check_read
 from l2r.runs.router_names import PAPER_ROUTERS
@@ -50,7 +52,7 @@ class RouterConfig:
         for name, entry in ROUTERS.items():
             if entry.config is type(self) and self._has(entry.fixed):
                 return name
-        raise ValueError(f"no router is registered for {type(self).__name__}; use @register_router")
+        raise InputError(f"no router is registered for {type(self).__name__}; use @register_router")
 
     def _has(self, values: Mapping[str, Any]) -> bool:
         return all(getattr(self, name) == value for name, value in values.items())
@@ -62,9 +64,9 @@ class RouterConfig:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "RouterConfig":
         """Configuration from ``to_dict``'s form. Raises ValueError for unknown kinds or fields."""
-        options = dict(values)
+        options = dict(values) if isinstance(values, Mapping) else {}
         if not isinstance(options.get("kind"), str):
-            raise ValueError(
+            raise InputError(
                 "kind is missing from the router configuration, or is not a name; "
                 "add kind: l2r_sips"
             )
@@ -94,14 +96,26 @@ def make_config(kind: str, **options: Any) -> RouterConfig:
     for name in options:
         if name not in fields:
             allowed = options_of(kind)
-            raise ValueError(
+            raise InputError(
                 f"{kind!r} has no option {name!r}{nearest(name, [*allowed, 'kind'])}; "
                 f"it takes: {', '.join(allowed)}"
             )
     for name, value in entry.fixed.items():
         if options.get(name, value) != value:
-            raise ValueError(f"{kind!r} fixes {name}={value!r}; got {options[name]!r}")
-    return entry.config(**{**entry.fixed, **options})
+            raise InputError(f"{kind!r} fixes {name}={value!r}; got {options[name]!r}")
+    with refusals_of(entry.config):
+        return entry.config(**{**entry.fixed, **options})
+
+
+@contextmanager
+def refusals_of(kind: type[Any]) -> Iterator[None]:
+    """Turn a ValueError of a user's own router or configuration, inside the block, into ours."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, InputError) or kind.__module__.startswith("l2r."):
+            raise
+        raise InputError(str(error)) from error
 
 
 def options_of(kind: str) -> list[str]:
@@ -132,7 +146,7 @@ def registered(kind: str) -> Registered:
                 kind = known_as(given, ROUTERS)
     if not isinstance(kind, str) or kind not in ROUTERS:
         hint, names = nearest(str(kind), ROUTERS), ", ".join(router_names())
-        raise ValueError(
+        raise InputError(
             f"unknown router {kind!r}{hint}; known: {names}; for one of your own, import the file "
             "that registers it, or name its module in L2R_IMPORT"
         )
@@ -153,7 +167,7 @@ def check_types(config: RouterConfig) -> None:
             kinds.add(int)
         if not isinstance(value, tuple(kinds)) or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join(sorted(kind.__name__ for kind in kinds))
-            raise ValueError(f"{field.name} must be of type {names}; got {field.name}={value!r}")
+            raise InputError(f"{field.name} must be of type {names}; got {field.name}={value!r}")
         if isinstance(value, float):
             check(math.isfinite(value), config, field.name, "finite")
 
@@ -161,4 +175,4 @@ def check_types(config: RouterConfig) -> None:
 def check(condition: bool, config: object, field: str, allowed: str) -> None:
     """Raise ValueError that names the field, its value and what is allowed."""
     if not condition:
-        raise ValueError(f"{field} must be {allowed}; got {field}={getattr(config, field)!r}")
+        raise InputError(f"{field} must be {allowed}; got {field}={getattr(config, field)!r}")

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from l2r.errors import InputError
 from l2r.routers.base import Router
 from l2r.routers.config import RouterConfig
 from l2r.routers.registry import build_router
@@ -31,7 +32,7 @@ def router_cost(
     sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
     router = _on_meta(kind, **sizes, **options)
     if router.config.kind not in _ONE_PASS:
-        raise ValueError(
+        raise InputError(
             f"router must be among {', '.join(_ONE_PASS)} for its cost; got {router.config.kind}"
         )
     return sum(p.numel() for p in router.parameters() if p.dim() > 1)

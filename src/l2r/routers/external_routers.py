@@ -12,6 +12,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from l2r.errors import InputError
+
 _VARIABLE, _GROUP = "L2R_IMPORT", "l2r.routers"
 
 
@@ -54,4 +56,4 @@ def _load(what: str, load: Callable[[], Any]) -> None:
         load()
     except (Exception, SystemExit) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{what}, which cannot be imported: {reason}") from error
+        raise InputError(f"{what}, which cannot be imported: {reason}") from error

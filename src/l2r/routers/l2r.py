@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.kernels import dispatch
 from l2r.kernels.plain import KernelWeights
 from l2r.routers.anchor_router import AnchorConfig, AnchorRouter
@@ -49,7 +50,7 @@ class L2RConfig(AnchorConfig):
         Raises ValueError for impossible sizes.
         """
         if min(num_experts, hidden_size, top_k) < 1 or top_k > num_experts:
-            raise ValueError(
+            raise InputError(
                 "num_experts, hidden_size and top_k must be >= 1, top_k <= num_experts; got "
                 f"num_experts={num_experts}, hidden_size={hidden_size}, top_k={top_k}"
             )
@@ -70,7 +71,7 @@ class L2RRouter(AnchorRouter):
     def __init__(self, config: L2RConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
         if config.rank > self.hidden_size:
-            raise ValueError(
+            raise InputError(
                 f"rank must be <= hidden_size; got rank={config.rank}, "
                 f"hidden_size={self.hidden_size}; lower rank"
             )

@@ -12,6 +12,7 @@ from typing import Any
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.routers.base import Router, RouterOutput
 from l2r.routers.temporary import removing
 
@@ -36,7 +37,7 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
         if reads_text(name):
             routers.setdefault(name, router)
     if not routers:
-        raise ValueError(f"{type(model).__name__} has no MoE router that l2r can read")
+        raise InputError(f"{type(model).__name__} has no MoE router that l2r can read")
     every = model.named_modules(remove_duplicate=False)  # blocks may share a router
     order = {name: position for position, (name, _) in enumerate(every)}
     return dict(sorted(routers.items(), key=lambda item: order[item[0]]))
@@ -120,7 +121,7 @@ def routed(module: nn.Module, output: Any) -> tuple[Float[Tensor, "T N"], Tensor
     shapes = [tuple(part.shape) for part in output if isinstance(part, Tensor)]
     fits = len(shapes) == 3 and all(len(shape) == 2 for shape in shapes)
     if not fits or shapes[1] != shapes[2] or output[2].is_floating_point():
-        raise ValueError(
+        raise InputError(
             f"{type(module).__name__} must return logits [T, N], weights [T, K] and indices "
             f"[T, K]; got {shapes}"
         )

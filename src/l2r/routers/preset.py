@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from l2r.errors import InputError
 from l2r.routers.config import RouterConfig
 from l2r.routers.l2r import L2RConfig
 
@@ -20,9 +21,9 @@ def preset_router(
     options = dict(values)
     preset, kind = options.pop("preset"), options.get("kind", KIND)
     if preset != EVIDENCE:
-        raise ValueError(f"preset must be {EVIDENCE}; got preset={preset!r}")
+        raise InputError(f"preset must be {EVIDENCE}; got preset={preset!r}")
     if kind != KIND:
-        raise ValueError(
+        raise InputError(
             f"preset {EVIDENCE} is of {KIND}; got kind={kind!r}; leave one of them out"
         )
     chosen = L2RConfig.for_experts(num_experts=num_experts, hidden_size=hidden_size, top_k=top_k)

@@ -10,8 +10,16 @@ from typing import Any, TypeVar
 
 import torch
 
+from l2r.errors import InputError, sizes
 from l2r.routers.base import Router
-from l2r.routers.config import ROUTERS, Registered, RouterConfig, make_config, registered
+from l2r.routers.config import (
+    ROUTERS,
+    Registered,
+    RouterConfig,
+    make_config,
+    refusals_of,
+    registered,
+)
 
 R = TypeVar("R", bound=type[Router])
 
@@ -27,7 +35,7 @@ def register_router(name: str, **fixed: Any) -> Callable[[R], R]:
     def register(cls: R) -> R:
         taken = ROUTERS.get(name)
         if taken is not None and _place(taken.router) != _place(cls):
-            raise ValueError(f"router name {name!r} is taken by {taken.router.__name__}")
+            raise InputError(f"router name {name!r} is taken by {taken.router.__name__}")
         ROUTERS[name] = Registered(cls, cls.Config, fixed)
         return cls
 
@@ -59,7 +67,7 @@ def build_router(
     if options and not isinstance(kind, str):
         config = dataclasses.replace(config, **options)
     router_class = registered(config.kind).router
-    with _at_least_float32():
+    with _at_least_float32(), sizes(), refusals_of(router_class):
         return router_class(config, hidden_size=hidden_size, num_experts=num_experts, top_k=top_k)
 
 

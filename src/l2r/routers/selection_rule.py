@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.functional import best_experts, expert_weights, routing_probs
 from l2r.functional.selection import softmax_weights
 from l2r.kernels import dispatch
@@ -55,18 +56,18 @@ class Selection:
 
     def __post_init__(self) -> None:
         if self.gate not in ("softmax", "sigmoid", "sqrtsoftplus"):
-            raise ValueError(f"gate must be softmax, sigmoid or sqrtsoftplus; got {self.gate!r}")
+            raise InputError(f"gate must be softmax, sigmoid or sqrtsoftplus; got {self.gate!r}")
         if self.biased not in ("scores", "logits"):
-            raise ValueError(f"biased must be scores or logits; got {self.biased!r}")
+            raise InputError(f"biased must be scores or logits; got {self.biased!r}")
         for name in ("groups", "kept_groups", "group_best"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1; got {getattr(self, name)}")
+                raise InputError(f"{name} must be >= 1; got {getattr(self, name)}")
         if not math.isfinite(self.scale) or not 0 <= self.norm_eps < math.inf:
-            raise ValueError(
+            raise InputError(
                 f"scale must be finite and norm_eps >= 0; got {self.scale} and {self.norm_eps}"
             )
         if not 0 <= self.norm_min < math.inf:
-            raise ValueError(f"norm_min must be finite and >= 0; got {self.norm_min}")
+            raise InputError(f"norm_min must be finite and >= 0; got {self.norm_min}")
         by_score = not (self.bias or self.block_bias) and self.kept_groups >= self.groups
         plain = (
             by_score
@@ -114,10 +115,10 @@ class Selection:
         """
         kind = type(self)
         if kind.__call__ is not Selection.__call__ and kind.ranking is Selection.ranking:
-            raise ValueError(f"{kind.__name__} must define ranking(router, logits) for a margin")
+            raise InputError(f"{kind.__name__} must define ranking(router, logits) for a margin")
         if self.block_bias or self.kept_groups < self.groups:
             what = "a bias of the block" if self.block_bias else "groups of experts"
-            raise ValueError(f"a selection by {what} has no margin between the k-th and the next")
+            raise InputError(f"a selection by {what} has no margin between the k-th and the next")
         return self.standing(router, logits)
 
     def standing(

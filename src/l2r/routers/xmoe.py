@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from l2r.errors import InputError
 from l2r.functional import unit
 from l2r.kernels import dispatch
 from l2r.kernels.contract import ScoreConstants
@@ -66,7 +67,7 @@ class XMoEConfig(RouterConfig):
     def preset(cls, source: str) -> "XMoEConfig":
         """Settings of ``torchscale`` 0.3.0, the ``fairseq`` fork or ``tutel``'s cosine gate."""
         if source not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {source!r}")
+            raise InputError(f"preset must be one of {', '.join(PRESETS)}; got {source!r}")
         return cls(**PRESETS[source])
 
 

@@ -13,6 +13,7 @@ from zipfile import BadZipFile, ZipFile
 import numpy as np
 from jaxtyping import jaxtyped
 
+from l2r.errors import InputError
 from l2r.runs.atomic import write_bytes
 
 _MAX_BYTES = 1 << 30  # unpacked: a page holds them all in memory, some of them twice
@@ -35,13 +36,13 @@ def parse_npy(content: bytes) -> np.ndarray:
     try:
         version = np.lib.format.read_magic(stream)
         if version not in _HEADERS:
-            raise ValueError(f"version must be 1.0 or 2.0; got {version}")
+            raise InputError(f"version must be 1.0 or 2.0; got {version}")
         shape, by_columns, kind = _HEADERS[version](stream)
     except (SyntaxError, TokenError, RecursionError, MemoryError) as error:
-        raise ValueError(f"its header cannot be read: {error}") from error
+        raise InputError(f"its header cannot be read: {error}") from error
     there, due = len(content) - stream.tell(), math.prod(shape) * kind.itemsize
     if kind.hasobject or there != due:
-        raise ValueError(f"it must hold {due:,} bytes of {kind} {list(shape)}; got {there:,}")
+        raise InputError(f"it must hold {due:,} bytes of {kind} {list(shape)}; got {there:,}")
     order: Any = "F" if by_columns else "C"
     return np.ndarray(shape, kind, content, stream.tell(), order=order).copy(order)
 
@@ -66,19 +67,19 @@ class Arrays:
             with path.open("rb") as file, ZipFile(file) as archive:
                 parts = {part.filename.removesuffix(".npy"): part for part in archive.infolist()}
                 if sum(part.file_size for part in archive.infolist()) > _MAX_BYTES:
-                    raise ValueError(f"its arrays must take at most {_MAX_BYTES:,} bytes")
+                    raise InputError(f"its arrays must take at most {_MAX_BYTES:,} bytes")
                 arrays = {n: parse_npy(archive.read(parts[n])) for n in sorted(names & set(parts))}
         except _UNREADABLE as error:
             reason = str(error) or type(error).__name__
-            raise ValueError(f"cannot read {cls.what} from {path}: {reason}") from error
+            raise InputError(f"cannot read {cls.what} from {path}: {reason}") from error
         if names - set(arrays):
             missing = ", ".join(sorted(names - set(arrays)))
-            raise ValueError(f"{path} holds no {cls.what}: {missing} missing")
+            raise InputError(f"{path} holds no {cls.what}: {missing} missing")
         with jaxtyped("context"):  # one size per letter, over all arrays
             for field in fields(cls):
                 array = arrays[field.name]
                 if not isinstance(array, field.type):  # type: ignore[arg-type]
-                    raise ValueError(
+                    raise InputError(
                         f"{path} holds no {cls.what}: {field.name} is {array.dtype} "
                         f"{list(array.shape)}, which does not fit the other arrays"
                     )

@@ -8,7 +8,6 @@ name is replaced, not followed; what is opened in place (a log, a lock) must be 
 import errno
 import glob
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -19,9 +18,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from l2r.errors import DISK, InputError, PathError, using
 from l2r.runs.plain_json import plain_json
-
-_DISK = {getattr(errno, name, -1) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS")}
 
 
 def write_text(path: Path, text: str) -> None:
@@ -31,17 +29,18 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a binary file in the same way."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, stream = new_file(path)
-    try:
-        with naming(path), stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        publish(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with using(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary, stream = new_file(path)
+        try:
+            with stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            publish(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -51,31 +50,13 @@ def write_json(path: Path, value: Any) -> None:
 
 def copy_file(old: Path, new: Path) -> None:
     """Copy the content of a file; an error of the disk names the new one."""
-    try:
-        shutil.copyfile(old, new)
-    except OSError as error:
-        if error.errno in _DISK:
-            raise OSError(error.errno, error.strerror, str(new)) from error
-        raise
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Name ``path`` in errors of a full or broken disk that have no name.
-
-    Libraries written in Rust raise errors of their own for these, which become OSError.
-    """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, OSError):
-            number = error.errno
-        else:
-            match = re.search(r"\(os error (\d+)\)", str(error))
-            number = int(match[1]) if match else None
-        if number is None or number not in _DISK or getattr(error, "filename", None):
+    with using(old, new):
+        try:
+            shutil.copyfile(old, new)
+        except OSError as error:
+            if error.errno in DISK:
+                raise PathError(error.errno, error.strerror, str(new)) from error
             raise
-        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def new_file(path: Path) -> tuple[Path, BinaryIO]:
@@ -84,17 +65,18 @@ def new_file(path: Path) -> tuple[Path, BinaryIO]:
     try:
         return temporary, temporary.open("xb")  # x: never an existing file, and never a link
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise PathError(error.errno, error.strerror, str(path)) from error
 
 
 def publish(temporary: Path, path: Path) -> None:
     """Give a finished file or folder its real name and store the new name."""
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with using(path):
+        temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def append_text(path: Path, text: str) -> None:
@@ -103,7 +85,7 @@ def append_text(path: Path, text: str) -> None:
     Raises ValueError where there is a link or anything else that is no regular file.
     """
     descriptor = _open_regular(path, os.O_WRONLY | os.O_APPEND)
-    with naming(path), os.fdopen(descriptor, "a", encoding="utf-8") as stream:
+    with using(path), os.fdopen(descriptor, "a", encoding="utf-8") as stream:
         stream.write(text)
 
 
@@ -121,7 +103,7 @@ def hold(path: Path) -> Iterator[bool]:
         except (BlockingIOError, PermissionError):  # the second: of Windows, and of some of NFS
             mine = False
         except OSError as error:
-            raise OSError(error.errno, f"cannot lock {path}: {error.strerror}") from error
+            raise PathError(error.errno, f"cannot lock {path}: {error.strerror}") from error
         yield mine
 
 
@@ -156,36 +138,38 @@ def make_folder(root: Path, *names: str) -> Path:
 
     ``root`` is what a person named and may be a link. Raises ValueError for a link below it.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        root = root / name
-        refuse_link(root)
-        root.mkdir(exist_ok=True)
+    with using(root):
+        root.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            root = root / name
+            refuse_link(root)
+            root.mkdir(exist_ok=True)
     return root
 
 
 def check_place(folder: Path) -> None:
-    """Raise OSError, before long work, where a folder cannot be made or written; make nothing."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    """Raise PathError, before long work, where a folder cannot be made or written; make nothing."""
+    with using(folder):
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+        raise PathError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
     if not os.access(there, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+        raise PathError(errno.EACCES, os.strerror(errno.EACCES), str(there))
 
 
 def check_file_place(path: Path) -> None:
-    """Raise OSError, before long work, where a file cannot be written; make nothing."""
+    """Raise PathError, before long work, where a file cannot be written; make nothing."""
     if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise PathError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     check_place(path.parent)
 
 
 def check_new_folder(out: Path) -> None:
     """Raise ValueError when ``out`` holds something already, OSError where it cannot be made."""
     if out.is_symlink():
-        raise ValueError(f"out must be a new or empty folder; got {out}, a link")
+        raise InputError(f"out must be a new or empty folder; got {out}, a link")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"out must be a new or empty folder; got {out}")
+        raise InputError(f"out must be a new or empty folder; got {out}")
     check_place(out)
 
 
@@ -196,8 +180,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     Raises ValueError when ``out`` holds something already.
     """
     check_new_folder(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with naming(out), folder_beside(out) as part:
+    with using(out), folder_beside(out) as part:
         try:
             yield part
         except OSError as error:
@@ -205,7 +188,7 @@ def new_folder(out: Path) -> Iterator[Path]:
             if not there.is_relative_to(part):
                 raise
             file = str(out / there.relative_to(part))  # the user knows of no hidden folder
-            raise OSError(error.errno, error.strerror, file) from error
+            raise PathError(error.errno, error.strerror, file) from error
         part.replace(out)
 
 
@@ -216,13 +199,16 @@ def folder_beside(path: Path) -> Iterator[Path]:
     Those of processes that were killed before they could remove theirs go first: each is locked
     while its process lives.
     """
+    with using(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     for former in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.part"):
         if former.is_dir() and not former.is_symlink():
             with suppress(OSError), _folder_lock(former):
                 remove(former)
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
-        temporary.mkdir()
+        with using(path):
+            temporary.mkdir()
         with ExitStack() as held:
             try:
                 held.enter_context(_folder_lock(temporary))
@@ -252,7 +238,7 @@ def _folder_lock(folder: Path) -> Iterator[None]:
 def refuse_link(path: Path) -> None:
     """Raise ValueError where ``path`` is a link."""
     if path.is_symlink():
-        raise ValueError(f"{path} is a link, and nothing is written through links; remove it")
+        raise InputError(f"{path} is a link, and nothing is written through links; remove it")
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -274,8 +260,9 @@ def _open_regular(path: Path, flags: int) -> int:
     refuse_link(path)  # O_NOFOLLOW is for one that comes between; it says so in fewer words
     for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"):  # a pipe must not block
         flags |= getattr(os, name, 0)  # Windows has none of them
-    descriptor = os.open(path, flags | os.O_CREAT, 0o666)
+    with using(path):
+        descriptor = os.open(path, flags | os.O_CREAT, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError(f"{path} is no regular file; remove it")
+        raise InputError(f"{path} is no regular file; remove it")
     return descriptor

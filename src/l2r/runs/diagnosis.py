@@ -36,6 +36,7 @@ from jaxtyping import Shaped
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from l2r.errors import InputError
 from l2r.runs.atomic import write_bytes, write_json
 from l2r.runs.reading import parse_json, read_bytes
 from l2r.stats.agreement import Agreement, agreement
@@ -112,23 +113,23 @@ def is_diagnosed(folder: Path) -> bool:
 def read_diagnosis(folder: Path) -> Diagnosis:
     """Read a diagnosis. Raises ValueError where there is none, and for another schema."""
     if not is_diagnosed(folder):
-        raise ValueError(f"{folder} holds no diagnosis; l2r diagnose writes one")
+        raise InputError(f"{folder} holds no diagnosis; l2r diagnose writes one")
     try:
         text = parse_json(read_bytes(folder / _NUMBERS), strict=False)
         if text["schema"] != SCHEMA:
-            raise ValueError(f"schema must be {SCHEMA}; got {text['schema']}")
+            raise InputError(f"schema must be {SCHEMA}; got {text['schema']}")
         layers, arrays = text["layers"], load_file(folder / _ARRAYS)
         needed = {f"{layer}.{kind}" for layer in range(len(layers)) for kind in USAGE}
         if not needed or not needed <= arrays.keys():
-            raise ValueError("it has no layers, or layers without their use of experts")
+            raise InputError("it has no layers, or layers without their use of experts")
         shapes = {arrays[name].shape for name in needed}
         if len(shapes) > 1 or any(len(shape) != 1 or shape == (0,) for shape in shapes):
-            raise ValueError("the use of experts must be one number for each, in every layer")
+            raise InputError("the use of experts must be one number for each, in every layer")
         diagnosis = Diagnosis(dict(text["info"]), [dict(row) for row in layers], arrays)
         diagnosis.numbers()
         return diagnosis
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, SafetensorError) as error:
-        raise ValueError(f"the diagnosis in {folder} cannot be read: {error!r}") from error
+        raise InputError(f"the diagnosis in {folder} cannot be read: {error!r}") from error
 
 
 def agree(first: Diagnosis, second: Diagnosis) -> list[Agreement]:

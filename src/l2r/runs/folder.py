@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from l2r.errors import InputError, PathError, using
 from l2r.runs.atomic import (
     append_text,
     hold,
@@ -80,7 +81,9 @@ class RunFolder:
             with tempfile.TemporaryFile(dir=self.path):
                 pass
         except OSError as error:
-            raise OSError(f"cannot write to output folder {self.path}: {error.strerror}") from error
+            raise PathError(
+                f"cannot write to output folder {self.path}: {error.strerror}"
+            ) from error
         for folder in self.folders:
             refuse_link(folder)
 
@@ -103,7 +106,7 @@ class RunFolder:
         """Hold the folder for one process. Raises ValueError when another run holds it."""
         with hold(self.path / ".lock") as mine:
             if not mine:
-                raise ValueError(f"output folder {self.path} is in use by another run")
+                raise InputError(f"output folder {self.path} is in use by another run")
             remove_unfinished(self.path)
             yield
 
@@ -134,12 +137,15 @@ class RunFolder:
         """Time and size of metrics.jsonl, zeros while there is none."""
         if not self.metrics.is_file():
             return 0, 0
-        facts = self.metrics.stat()
+        with using(self.metrics):
+            facts = self.metrics.stat()
         return facts.st_mtime_ns, facts.st_size
 
     def _parse_metrics(self) -> list[dict[str, Any]]:
         records = []
-        for line in self.metrics.read_bytes().splitlines():
+        with using(self.metrics):
+            lines = self.metrics.read_bytes().splitlines()
+        for line in lines:
             try:
                 record = parse_json(line, strict=False)
             except ValueError:
@@ -215,5 +221,5 @@ def find_runs(path: str | Path) -> list[RunFolder]:
     folders = sorted(root.iterdir()) if root.is_dir() else []
     runs = [RunFolder(folder) for folder in folders if RunFolder(folder).is_run()]
     if not runs:
-        raise ValueError(f"{root} is not a run folder and holds none; make one with l2r train")
+        raise InputError(f"{root} is not a run folder and holds none; make one with l2r train")
     return runs

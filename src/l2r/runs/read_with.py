@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Mapping
 
+from l2r.errors import InputError
+
 
 @dataclasses.dataclass(frozen=True)
 class OtherThan:
@@ -33,7 +35,7 @@ def check_read(config: object, read_with: ReadWith, defaults: Mapping[str, objec
                     wanted = f" other than {values.value!r}"
                 else:
                     wanted = "=" + " or ".join(map(repr, values))
-                raise ValueError(
+                raise InputError(
                     f"{field} is read only with {other}{wanted}; "
                     f"got {field}={given!r} with {other}={beside!r}; leave {field} out"
                 )

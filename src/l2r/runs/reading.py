@@ -9,10 +9,10 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from l2r.errors import InputError, PathError, blames_input, using
 
 MAX_BYTES = 1 << 28  # of one file or line; as Python objects it takes some ten times as much memory
 MAX_DEPTH = 64  # levels; Python gives up at a thousand, what copies or prints a value earlier
@@ -24,19 +24,24 @@ _NESTING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
 
 def read_bytes(path: Path) -> bytes:
     """A file of at most ``MAX_BYTES``. Raises ValueError for a larger one, OSError for none."""
-    with path.open("rb") as stream:
+    with using(path), path.open("rb") as stream:
         data = stream.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise ValueError(f"it must have at most {MAX_BYTES:,} bytes")
+        raise InputError(f"it must have at most {MAX_BYTES:,} bytes")
     return data
 
 
 def refuse_pointer(path: Path) -> None:
     """Raise ValueError for a file that holds git-lfs's pointer in place of what it should."""
-    if path.is_file() and path.stat().st_size <= _LFS_BYTES:
-        with path.open("rb") as stream:
-            if stream.read(len(_LFS)) == _LFS:
-                raise ValueError(f"{path} is a git-lfs pointer: run git lfs pull")
+    with using(path):
+        small = path.is_file() and path.stat().st_size <= _LFS_BYTES
+        if small and _begins(path, _LFS):
+            raise InputError(f"{path} is a git-lfs pointer: run git lfs pull")
+
+
+def _begins(path: Path, sign: bytes) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(len(sign)) == sign
 
 
 def parse_json(text: bytes, kind: type = dict, *, strict: bool = True) -> Any:
@@ -51,10 +56,14 @@ def parse_json(text: bytes, kind: type = dict, *, strict: bool = True) -> Any:
     try:
         value = json.loads(text.decode("utf-8-sig"), **(hooks if strict else {}))
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8: {error.reason} at byte {error.start}") from error
+        raise InputError(f"it is not UTF-8: {error.reason} at byte {error.start}") from error
+    except InputError:
+        raise
+    except ValueError as error:  # no JSON, or a number of more digits than Python reads
+        raise InputError(str(error)) from error
     if not isinstance(value, kind):
         name = "object" if kind is dict else "list"
-        raise ValueError(f"it must be a JSON {name}; got {type(value).__name__}")
+        raise InputError(f"it must be a JSON {name}; got {type(value).__name__}")
     return value
 
 
@@ -62,8 +71,10 @@ def read_json(path: Path, *, strict: bool = True) -> dict[str, Any]:
     """The JSON object of a file. Raises ValueError, in one line, for any other file."""
     try:
         return parse_json(read_bytes(path), strict=strict)
+    except PathError:
+        raise
     except ValueError as error:
-        raise ValueError(f"{path} is not a readable JSON object: {error}") from error
+        raise InputError(f"{path} is not a readable JSON object: {error}") from error
 
 
 def indexed_files(index: Path) -> list[Path]:
@@ -74,7 +85,7 @@ def indexed_files(index: Path) -> list[Path]:
     """
     places = read_json(index, strict=False).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(n, str) for n in places.values()):
-        raise ValueError(f"{index} must have weight_map, an object of file names")
+        raise InputError(f"{index} must have weight_map, an object of file names")
     for name in places.values():
         refuse_other_folders(name, index.name)
     return [index.with_name(name) for name in sorted(set(places.values()))]
@@ -83,7 +94,7 @@ def indexed_files(index: Path) -> list[Path]:
 def refuse_other_folders(name: str, where: str) -> None:
     """Raise ValueError unless ``name``, given by ``where``, is that of a file beside it."""
     if name in {"", ".", ".."} or any(sign in name for sign in "/\\\0"):
-        raise ValueError(f"{where} must name files of its folder; got {name!r:.80}")
+        raise InputError(f"{where} must name files of its folder; got {name!r:.80}")
 
 
 def parse_yaml(text: str | bytes) -> Any:
@@ -104,10 +115,12 @@ def parse_yaml(text: str | bytes) -> Any:
             return loader.construct_document(node)
         finally:
             loader.dispose()
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error
     except RecursionError:
-        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep") from None
+        raise InputError(f"it is nested more than {MAX_DEPTH} levels deep") from None
+    except Exception as error:  # dates and numbers that are none raise errors of any kind
+        if not blames_input(error):
+            raise
+        raise InputError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -115,19 +128,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = parse_yaml(read_bytes(path))
         if not isinstance(values, dict):
-            raise ValueError(f"it must be a mapping of fields; got {type(values).__name__}")
+            raise InputError(f"it must be a mapping of fields; got {type(values).__name__}")
         return values
+    except PathError:
+        raise
     except ValueError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
-
-
-@contextmanager
-def files_of(folder: Path) -> Iterator[None]:
-    """Turn an error inside the block into a ValueError that blames a file in ``folder``."""
-    try:
-        yield
-    except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"a file in {folder} does not hold what it should: {error!r}") from error
+        raise InputError(f"{path} is not valid YAML: {error}") from error
 
 
 def _check_parts(text: bytes) -> None:
@@ -137,9 +143,9 @@ def _check_parts(text: bytes) -> None:
         if token[0] in (b"[", b"{"):
             level, parts = level + 1, parts + 1
             if level > MAX_DEPTH:
-                raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+                raise InputError(f"it is nested more than {MAX_DEPTH} levels deep")
             if parts > MAX_PARTS:
-                raise ValueError(f"it has more than {MAX_PARTS:,} lists and objects")
+                raise InputError(f"it has more than {MAX_PARTS:,} lists and objects")
         elif token[0] in (b"]", b"}"):
             level -= 1
 
@@ -152,11 +158,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _refuse_twice(names: list[str]) -> None:
     if len(set(names)) < len(names):
         ((name, _),) = Counter(names).most_common(1)
-        raise ValueError(f"it has {name!r:.80} twice")
+        raise InputError(f"it has {name!r:.80} twice")
 
 
 def _refused(constant: str) -> float:
-    raise ValueError(f"numbers must be finite; got {constant}")
+    raise InputError(f"numbers must be finite; got {constant}")
 
 
 def _finite(text: str) -> float:
@@ -169,7 +175,7 @@ def _check(node: Any, known: dict[int, tuple[int, int] | None]) -> tuple[int, in
     if id(node) in known:
         counted = known[id(node)]
         if counted is None:
-            raise ValueError("it has an alias inside what the alias stands for")
+            raise InputError("it has an alias inside what the alias stands for")
         return counted
     known[id(node)] = None
     parts = [] if isinstance(node.value, str) else list(node.value)
@@ -180,14 +186,14 @@ def _check(node: Any, known: dict[int, tuple[int, int] | None]) -> tuple[int, in
     values = 1 + sum(below for below, _ in counts)
     levels = 1 + max((below for _, below in counts), default=0)
     if values > MAX_VALUES:
-        raise ValueError(f"it has more than {MAX_VALUES:,} values with its aliases written out")
+        raise InputError(f"it has more than {MAX_VALUES:,} values with its aliases written out")
     if levels > MAX_DEPTH:
-        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+        raise InputError(f"it is nested more than {MAX_DEPTH} levels deep")
     known[id(node)] = values, levels
     return values, levels
 
 
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file, read in blocks."""
-    with path.open("rb") as stream:
+    with using(path), path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from l2r.errors import InputError
 from l2r.runs.atomic import append_text, hold_waiting
 from l2r.runs.plain_json import plain_json
 from l2r.runs.reading import parse_json, read_bytes
@@ -106,7 +107,7 @@ class Results:
             text = []
             for result in results:
                 if (result.arm, result.seed) in there:
-                    raise ValueError(
+                    raise InputError(
                         f"{self.path} has a result of {result.arm}, seed {result.seed}"
                     )
                 shared = _without_seed(result.recipe)
@@ -137,7 +138,7 @@ class Results:
                 result = _result({**values, "recipe": recipe})
                 results.setdefault((result.arm, result.seed), result)
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-                raise ValueError(
+                raise InputError(
                     f"line {number} of {self.path} is not the result of a cell: {error!r}"
                 ) from error
         return results
@@ -150,17 +151,17 @@ def _result(values: dict[str, Any]) -> CellResult:
     result = CellResult(**values)
     fits = isinstance(result.arm, str) and type(result.seed) is int
     if not fits or not isinstance(result.facts, dict):
-        raise ValueError("arm, seed and facts are of other types")
+        raise InputError("arm, seed and facts are of other types")
     facts = result.facts
     seconds, packages, gpus = (facts.get(name) for name in ("seconds", "packages", "gpus"))
     if seconds is not None and not isinstance(seconds, (int, float)):
-        raise ValueError("facts must have seconds as a number or null")
+        raise InputError("facts must have seconds as a number or null")
     if not isinstance(packages, dict) or "torch" not in packages:
-        raise ValueError("facts must have the packages' versions, torch's among them")
+        raise InputError("facts must have the packages' versions, torch's among them")
     if not isinstance(gpus, list) or "processor" not in facts:
-        raise ValueError("facts must have a list of gpus and a processor")
+        raise InputError("facts must have a list of gpus and a processor")
     if not {"digest", "commit"} <= result.plan.keys():
-        raise ValueError("plan must have a digest and a commit")
+        raise InputError("plan must have a digest and a commit")
     return result
 
 

@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from l2r.errors import InputError
 from l2r.runs.folder import SEED_MARK, RunFolder
 from l2r.runs.reading import parse_yaml
 from l2r.runs.router_names import PAPER_ROUTERS
@@ -66,12 +67,12 @@ def folder_cells(
     routers = [known_as(router, order) for router in routers or ()]
     for router in routers:
         if router not in order:
-            raise ValueError(f"routers must be among {', '.join(order)}; got {router!r}")
+            raise InputError(f"routers must be among {', '.join(order)}; got {router!r}")
     recipes: dict[str, AnyRecipe] = {}
     for router, name in names.items():
         recipes[router] = load_recipe(name, changes)
         if recipes[router].router.kind != load_recipe(name).router.kind:
-            raise ValueError(f"{_KIND} differs between the recipes of a folder; use --routers")
+            raise InputError(f"{_KIND} differs between the recipes of a folder; use --routers")
     arms = [_with_seeds(r, recipes[r], seeds, first_unmarked=True) for r in routers or order]
     return _by_seed(arms)
 
@@ -82,24 +83,24 @@ def read_grid(axes: Sequence[str]) -> Grid:
     for axis in axes:
         field, separator, text = axis.partition("=")
         if not separator or not field:
-            raise ValueError(f"grid must look like key.sub=value,value; got {axis!r}")
+            raise InputError(f"grid must look like key.sub=value,value; got {axis!r}")
         if field in grid or field == "seed":
             hint = "use --seeds" if field == "seed" else "give all its values at once"
-            raise ValueError(f"grid names {field} twice or in the wrong place; {hint}")
+            raise InputError(f"grid names {field} twice or in the wrong place; {hint}")
         try:
             values = parse_yaml(f"[{text}]")
-        except ValueError as error:
-            raise ValueError(
+        except InputError as error:
+            raise InputError(
                 f"grid {field} has values that are not valid YAML: {text!r}"
             ) from error
         if not values or None in values or any(v in values[:i] for i, v in enumerate(values)):
-            raise ValueError(f"grid {field} needs different values, at least one; got {text!r}")
+            raise InputError(f"grid {field} needs different values, at least one; got {text!r}")
         grid[field] = [_router_name(str(v)) for v in values] if field == _KIND else values
     lengths = [field for field in grid if field in LENGTH_FIELDS]
     if len(lengths) > 1:
-        raise ValueError(f"grid names {' and '.join(lengths)}, which replace each other; give one")
+        raise InputError(f"grid names {' and '.join(lengths)}, which replace each other; give one")
     if not grid:
-        raise ValueError("grid is missing; give at least one, e.g. --grid router.rank=2,8,32")
+        raise InputError("grid is missing; give at least one, e.g. --grid router.rank=2,8,32")
     return grid
 
 
@@ -136,7 +137,7 @@ def grid_cells(recipe: str, changes: Sequence[str], grid: Grid, seeds: int) -> l
     names = [cell.name for cell in cells]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"grid gives two cells one folder name, {name!r}; rename a value")
+            raise InputError(f"grid gives two cells one folder name, {name!r}; rename a value")
     return cells
 
 
@@ -189,7 +190,7 @@ def _check_router_options(grid: Grid, kind: str) -> None:
         option = field.removeprefix(_ROUTER)
         if field.startswith(_ROUTER) and option not in options:
             names = ", ".join(map(str, kinds))
-            raise ValueError(f"grid: {names} has no option {option!r}{nearest(option, options)}")
+            raise InputError(f"grid: {names} has no option {option!r}{nearest(option, options)}")
 
 
 def _router_options(kind: str) -> set[str]:

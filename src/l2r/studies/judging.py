@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from l2r.errors import InputError
 from l2r.machine import describe_machine
 from l2r.runs.study import (
     AT_THE_END,
@@ -66,7 +67,7 @@ def results_of(plan: Registered, cells: Sequence[Cell], places: Places) -> list[
             meanings[key] = recipe_meaning(parse_recipe(fields, source=source))
         planned = recipe_meaning(cell.recipe.model_copy(update={"seed": 0}))
         if meanings[key] != planned:
-            raise ValueError(
+            raise InputError(
                 f"{places.stored().path} holds a run of another recipe than plan {plan.name} says "
                 f"({cell.name}: {differing_fields(meanings[key], planned)}); choose other --results"
             )
@@ -181,7 +182,7 @@ def seeds_that_fit(
     timed = [r.facts for r in results if hardware(r.facts) == here and r.facts["seconds"]]
     seconds = [float(facts["seconds"]) for facts in timed]
     if not seconds:
-        raise ValueError("hours need the time of a cell, and none was measured on this machine")
+        raise InputError("hours need the time of a cell, and none was measured on this machine")
     left = hours * 3600 * processes * len(seconds) / sum(seconds)
     done, arms = {(r.arm, r.seed) for r in results}, plan.all_arms()
     fit = 0

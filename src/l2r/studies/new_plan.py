@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import yaml
 
+from l2r.errors import InputError
 from l2r.machine import describe_machine
 from l2r.runs.atomic import write_text
 from l2r.runs.study import Results, hardware
@@ -55,7 +56,7 @@ class Question:
         for seeds in range(2, most + 1):
             if self.detectable(seeds) <= self.margin:
                 return seeds
-        raise ValueError(
+        raise InputError(
             f"margin must be at least {self.detectable(most):.3g} for at most {most} seeds at "
             f"sd={self.sd:g}; got {self.margin:g}"
         )
@@ -103,11 +104,11 @@ def write_plan(path: Path, question: Question) -> Plan:
     out of reach, and as ``Question.plan``.
     """
     if path.suffix not in {".yaml", ".yml"}:
-        raise ValueError(f"plan must be a file that ends in .yaml; got {path}")
+        raise InputError(f"plan must be a file that ends in .yaml; got {path}")
     if path.exists():
-        raise ValueError(f"plan must be a new file; {path} exists")
+        raise InputError(f"plan must be a new file; {path} exists")
     if len(question.arms) < 2:
-        raise ValueError(f"arm must be given at least twice; got {len(question.arms)}")
+        raise InputError(f"arm must be given at least twice; got {len(question.arms)}")
     question.check()
     seeds = question.seeds_needed()
     plan = question.plan(seeds)

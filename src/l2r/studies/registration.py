@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from l2r._version import __version__
-from l2r.runs.reading import read_yaml
+from l2r.errors import InputError
+from l2r.runs.reading import read_bytes, read_yaml
 from l2r.runs.spelling import nearest
 from l2r.studies.study_plan import Plan, validated_plan
 
@@ -49,8 +50,8 @@ def read_plan(name: str) -> Registered:
     path = Path(name) if name.endswith((".yaml", ".yml")) else _FOLDER / f"{name}.yaml"
     if not path.is_file():
         hint = f"{nearest(name, plan_names())}; known: {', '.join(plan_names())}, or a YAML path"
-        raise ValueError(f"unknown plan {name!r}{hint}")
-    text, values = path.read_bytes(), read_yaml(path)
+        raise InputError(f"unknown plan {name!r}{hint}")
+    text, values = read_bytes(path), read_yaml(path)
     plan = validated_plan(name, values)
     digest = hashlib.sha256(text).hexdigest()[:16]
     if path.resolve().parent == _FOLDER.resolve():

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from l2r.errors import InputError
 from l2r.machine import describe_machine
 from l2r.runs.atomic import hold, make_folder
 from l2r.runs.folder import RunFolder
@@ -49,7 +50,7 @@ def run_share(
             if not mine or done == len(part):
                 continue
             if done:
-                raise ValueError(
+                raise InputError(
                     f"{places.stored().path} holds {done} of {len(part)} arms of {name}, which is "
                     "run whole or not at all; remove them"
                 )

@@ -7,7 +7,9 @@ own: Ctrl-C reaches this process alone, which asks them to save.
 
 import multiprocessing
 import os
+import pickle
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -232,9 +234,22 @@ def _work(pipe: Connection, train: Train) -> None:
             try:
                 ended = train(*values, display=display, report=display.report)
             except Exception as error:
-                pipe.send(("raised", error))
+                error.add_note(traceback.format_exc())  # which no pipe carries
+                pipe.send(("raised", _sendable(error)))
             else:
                 pipe.send(("ended", ended))
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or its words and notes in one that goes through a pipe."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # of any kind: of its class's own arguments, of what it holds
+        plain = RuntimeError(f"{type(error).__name__}: {error}")
+        for note in error.__notes__:
+            plain.add_note(note)
+        return plain
+    return error
 
 
 class _Elsewhere:

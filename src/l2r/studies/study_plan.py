@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
+from l2r.errors import InputError
 from l2r.runs.folder import SEED_MARK
 from l2r.runs.spelling import nearest
 from l2r.runs.study import AT_THE_END, LOSSES, MEASURES, OF_IMAGES, OF_TEXT
@@ -43,7 +44,7 @@ class Seeds(Section):
     @model_validator(mode="after")
     def _in_order(self) -> Self:
         if self.least > self.most:
-            raise ValueError(f"least must be <= most; got {self.least} and {self.most}")
+            raise InputError(f"least must be <= most; got {self.least} and {self.most}")
         return self
 
 
@@ -68,19 +69,19 @@ class Screen(Section):
                 v for v, names in zip(cell, self.factors.values(), strict=False) if v not in names
             ]
             if wrong or len(cell) != len(self.factors):
-                raise ValueError(
+                raise InputError(
                     f"cells must give a level of {', '.join(self.factors)}; got {cell}"
                 )
             if self.cells.count(cell) > 1:
-                raise ValueError(f"cells must differ; got {cell} twice")
+                raise InputError(f"cells must differ; got {cell} twice")
         for factor in (f for pair in self.interactions for f in pair if f not in self.factors):
-            raise ValueError(
+            raise InputError(
                 f"interactions: unknown factor {factor}{nearest(factor, self.factors)}"
             )
         names, columns = design(self.factors_levels(), self.interactions, self.cells)
         mean = np.ones((len(self.cells), 1))
         if np.linalg.matrix_rank(np.hstack([columns, mean])) <= len(names):
-            raise ValueError(f"{len(self.cells)} cells do not separate {len(names)} effects")
+            raise InputError(f"{len(self.cells)} cells do not separate {len(names)} effects")
         return self
 
     def factors_levels(self) -> dict[str, list[str]]:
@@ -138,21 +139,21 @@ class Plan(Section):
     def _contrasts_fit(self) -> Self:
         arms = self.all_arms()
         if not arms:
-            raise ValueError("arms: give at least 1, or a screen")
+            raise InputError("arms: give at least 1, or a screen")
         for contrast in self.contrasts:
             for arm in (contrast.first, contrast.second, *(contrast.since or ())):
                 if arm not in arms:
-                    raise ValueError(f"contrasts: unknown arm {arm!r}{nearest(arm, arms)}")
+                    raise InputError(f"contrasts: unknown arm {arm!r}{nearest(arm, arms)}")
             if contrast.metric not in (measures := (*MEASURES, *AT_THE_END, *OF_IMAGES, *OF_TEXT)):
                 hint = nearest(contrast.metric, measures)
-                raise ValueError(
+                raise InputError(
                     f"contrasts: unknown metric {contrast.metric!r}{hint}; measured are "
                     f"{', '.join(measures)}"
                 )
             if contrast.primary and contrast.metric not in self.margins:
-                raise ValueError(f"margins: a primary contrast needs one of {contrast.metric}")
+                raise InputError(f"margins: a primary contrast needs one of {contrast.metric}")
         if self.half_width is not None and not any(c.primary for c in self.contrasts):
-            raise ValueError("half_width: needs a primary contrast, whose interval it bounds")
+            raise InputError("half_width: needs a primary contrast, whose interval it bounds")
         return self
 
     @model_validator(mode="after")
@@ -162,7 +163,7 @@ class Plan(Section):
         for arm in (*self.arms, *of_screens):
             folder = as_word(arm)
             if folder in by_folder:
-                raise ValueError(
+                raise InputError(
                     f"arms: {by_folder[folder]!r} and {arm!r} have one folder name, {folder!r}; "
                     "rename one"
                 )
@@ -215,4 +216,4 @@ def validated_plan(name: str, values: Any) -> Plan:
     try:
         return Plan.model_validate(values)
     except ValidationError as error:
-        raise ValueError(f"plan {name}: {first_problem(error, Plan)}") from error
+        raise InputError(f"plan {name}: {first_problem(error, Plan)}") from error

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from l2r.errors import InputError, is_out_of_memory
 from l2r.runs.atomic import refuse_link
 from l2r.runs.folder import RunFolder
 from l2r.studies.cells import Cell
@@ -60,7 +61,7 @@ def run_cells(
                 elif processes > 1:
                     todo.append((cell, run, label, threads[number - 1]))
                     continue
-        except _FAILURES as error:
+        except InputError as error:
             ended = (False, _in_one_line(error), None)
         if ended is None:
             ended = _train(cell.recipe, run.path, label, report=report, show_progress=show_progress)
@@ -76,9 +77,6 @@ def run_cells(
             yield Outcome(cell, run, *ended)
 
 
-_FAILURES = (ValueError, OSError, RuntimeError, MemoryError)  # the third: GPU memory
-
-
 def _in_one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
@@ -87,7 +85,9 @@ def _train(recipe: AnyRecipe, folder: Path, label: str, **options: Any) -> Ended
     """Train here; whether it was trained, the error in one line, and the signal that came."""
     try:
         result = train(recipe, folder, label=label, **options)
-    except _FAILURES as error:
+    except Exception as error:
+        if not (isinstance(error, InputError) or is_out_of_memory(error)):
+            raise  # a bug ends all of them
         return False, _in_one_line(error), None
     signal = result.signal if result.finished else int(result.signal or 0)
     return True, None, signal
@@ -107,5 +107,5 @@ def _train_elsewhere(cell: Cell, run: RunFolder, launcher: list[str]) -> Ended:
     if signal is not None:
         return True, None, signal
     if any(codes):
-        raise RuntimeError(f"its process ended with code {codes[0]}")
+        return False, f"its process ended with code {codes[0]}", None
     return True, None, None

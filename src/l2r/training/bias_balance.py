@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.functional import expert_counts
 from l2r.routers import Captured, Router, update_selection_bias
 from l2r.training.ranks import Ranks
@@ -19,7 +20,7 @@ class BiasBalance:
         routers = {n: m for n, m in model.named_modules() if isinstance(m, Router)}
         self.routers = {n: m for n, m in routers.items() if m.selection.bias is not None}
         if not self.routers:
-            raise ValueError(
+            raise InputError(
                 "losses.bias_speed is for routers with a selection bias (kind: sigmoid, or "
                 f"router.selection_bias=true); got losses.bias_speed={speed}"
             )

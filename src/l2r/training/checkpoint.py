@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from l2r.errors import InputError, PathError, blames_input, is_of_disk
 from l2r.hf.models import check_finite
 from l2r.runs.atomic import make_folder, publish, remove, write_json
 from l2r.runs.folder import RunFolder
@@ -44,7 +45,7 @@ def save_checkpoint(
 ) -> Path:
     """Write ``step-N`` under a hidden name, rename it, then drop all but the newest ``keep``.
 
-    Raises OSError when the disk is full; the previous checkpoints are untouched then.
+    Raises PathError when the disk is full; the previous checkpoints are untouched then.
     """
     target = run.checkpoints / f"step-{step:08d}"
     temporary = run.checkpoints / f".{target.name}.part"
@@ -63,8 +64,8 @@ def save_checkpoint(
     except BaseException as error:
         if ranks.first:
             remove(temporary)
-        if isinstance(error, OSError | CheckpointException | RuntimeError):
-            raise OSError(f"cannot write checkpoint {target}: {_cause(error)}") from error
+        if is_of_disk(_innermost(error)):
+            raise PathError(f"cannot write checkpoint {target}: {_cause(error)}") from error
         raise
     if ranks.first:
         sums = {}
@@ -119,12 +120,12 @@ def _verified(folder: Path, ranks: Ranks) -> tuple[int, int]:
         saved = parse_json(read_bytes(folder / "state.json"))
         step, world, sums = int(saved["step"]), int(saved["world"]), dict(saved["crc32"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"checkpoint {folder} has no readable state.json: {error}") from error
+        raise InputError(f"checkpoint {folder} has no readable state.json: {error}") from error
     if ranks.first:
         for name, expected in sums.items():
             shard = folder / Path(name).name
             if not shard.is_file() or _checksum(shard) != expected:
-                raise ValueError(f"checkpoint {folder} cannot be loaded: {name} is damaged")
+                raise InputError(f"checkpoint {folder} cannot be loaded: {name} is damaged")
     return step, world
 
 
@@ -137,7 +138,7 @@ def _read(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
             saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
             left = sorted(name for name in saved.keys() - state.keys() if name.startswith(_MODEL))
             if left:
-                raise ValueError(f"the model has no place for {', '.join(left[:3])}")
+                raise InputError(f"the model has no place for {', '.join(left[:3])}")
             numbers = {
                 name: torch.empty(saved[name].size, dtype=value.dtype, device=value.device)
                 for name, value in state.items()
@@ -149,7 +150,9 @@ def _read(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
             mine.view(-1).copy_(number.view(-1)[: mine.numel()])
         check_finite((name, value) for name, value in state.items() if name.startswith(_MODEL))
     except (Exception, CheckpointException) as error:  # the latter is no Exception
-        raise ValueError(f"checkpoint {folder} cannot be loaded: {_cause(error)}") from error
+        if not blames_input(error):
+            raise
+        raise InputError(f"checkpoint {folder} cannot be loaded: {_cause(error)}") from error
 
 
 def _is_other(value: Tensor, saved: Any) -> bool:
@@ -196,8 +199,12 @@ def _checksum(path: Path) -> int:
 
 def _cause(error: BaseException) -> str:
     """First line of the innermost message; DCP wraps causes per rank."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
+    error = _innermost(error)
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What one of the ranks raised."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error

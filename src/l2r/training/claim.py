@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from l2r.errors import InputError
 from l2r.runs.atomic import write_text
 from l2r.runs.folder import RunFolder
 from l2r.training.ranks import Ranks
@@ -60,7 +61,7 @@ def check_claim(run: RunFolder, recipe: AnyRecipe, task: Task | None = None) -> 
     if run.is_run() and not has_recipe(run, recipe):
         own = recipe_meaning(load_recipe(str(run.recipe)))
         fields = differing_fields(own, recipe_meaning(resumed(run, recipe)))
-        raise ValueError(
+        raise InputError(
             f"output folder {run.path} holds a run of another recipe: {fields}; "
             "choose another folder"
         )
@@ -77,7 +78,7 @@ def check_text(run: RunFolder, task: Task) -> None:
     began = data.get("text_sha256") if isinstance(data, dict) else None
     if began not in (None, task.describe().get("text_sha256")):
         section = task.recipe.data
-        raise ValueError(
+        raise InputError(
             f"the text of run {run.path} ({', '.join(section.tokens) or section.corpus}) has "
             f"changed since the run began; put it and the packages that made its tokens back as "
             f"they were, or train into another folder"

@@ -18,6 +18,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from l2r.errors import InputError
 from l2r.hf.swap import Site, forget_replaced, place_router, unfitted_sites
 from l2r.routers import Router
 from l2r.routers.observe import evaluating
@@ -83,7 +84,7 @@ def fit_routers(
     """
     pairs = unfitted_sites(model)
     if not pairs:
-        raise ValueError(
+        raise InputError(
             "model must hold routers that swap_routers drew in this process and nothing fitted "
             "since; fit right after the swap, or use l2r swap CKPT --fit --data PATH"
         )
@@ -92,7 +93,7 @@ def fit_routers(
     if options.updates:
         check_trainable(sites, students)
     if isinstance(data, str) or isinstance(held_out, str):
-        raise ValueError("data and held_out must be sequences of texts or batches; got one str")
+        raise InputError("data and held_out must be sequences of texts or batches; got one str")
     cut = Cut(tokenizer, sequence_length, batch_size, device_of(model))
     fitted: list[Any] = list(data)
     if held_out is None:
@@ -126,7 +127,7 @@ def fit_sites(
         check_trainable(sites, students)
     for name, value in (("batches", batches), ("held_out", held_out)):
         if len(value) == 0:
-            raise ValueError(f"{name} must hold at least one batch; got none")
+            raise InputError(f"{name} must hold at least one batch; got none")
     teachers = [site.router for site in sites]
     result = FitReport([])
     _place(model, sites, teachers)

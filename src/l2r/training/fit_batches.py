@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from l2r.errors import InputError
 from l2r.training.data.sample_text import spread_rows
 from l2r.training.evaluation.perplexity import token_losses
 
@@ -37,17 +38,17 @@ class Cut(NamedTuple):
         tensors = [part for part in data if isinstance(part, Tensor)]
         if len(texts) + len(tensors) < len(data) or (texts and tensors):
             kinds = ", ".join(sorted({type(part).__name__ for part in data}))
-            raise ValueError(f"data must hold texts or tensors of token ids; got {kinds}")
+            raise InputError(f"data must hold texts or tensors of token ids; got {kinds}")
         if texts and self.tokenizer is None:
-            raise ValueError("data that are texts need a tokenizer; pass tokenizer=...")
+            raise InputError("data that are texts need a tokenizer; pass tokenizer=...")
         if texts:
             rows = spread_rows(self.tokenizer, [texts], sys.maxsize, self.length).rows
             if not rows:
-                raise ValueError(
+                raise InputError(
                     f"data must give at least {self.length} tokens to fit on and as many to "
                     f"measure on; got fewer; give more text or a shorter sequence_length"
                 )
             tensors = list(torch.split(torch.stack(rows), self.size))
         if not tensors:
-            raise ValueError("data must hold at least two texts or batches; got fewer")
+            raise InputError("data must hold at least two texts or batches; got fewer")
         return [ids.to(self.device) for ids in tensors]

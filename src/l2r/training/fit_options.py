@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from l2r.errors import InputError
+
 
 @dataclass(frozen=True)
 class FitOptions:
@@ -16,9 +18,9 @@ class FitOptions:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"lr must be > 0; got lr={self.lr}")
+            raise InputError(f"lr must be > 0; got lr={self.lr}")
         if self.updates < 0:
-            raise ValueError(f"updates must be >= 0; got updates={self.updates}")
+            raise InputError(f"updates must be >= 0; got updates={self.updates}")
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class JointOptions:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"joint lr must be > 0; got {self.lr}")
+            raise InputError(f"joint lr must be > 0; got {self.lr}")
         for name in ("steps", "balance", "z"):
             if getattr(self, name) < 0:
-                raise ValueError(f"joint {name} must be >= 0; got {getattr(self, name)}")
+                raise InputError(f"joint {name} must be >= 0; got {getattr(self, name)}")

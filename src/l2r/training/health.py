@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.routers.observe import Hook, hooked
 from l2r.training.ranks import Ranks
 
 
-class NonFiniteError(ValueError):
+class NonFiniteError(InputError):
     """Training met a NaN or an infinity; the message names the step, the layer and the cause."""
 
 

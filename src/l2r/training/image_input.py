@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from l2r.errors import InputError
 from l2r.runs.folder import RunFolder
 from l2r.training.data.crops import CenterCrop
 from l2r.training.data.image_sources import ImageSource, open_images
@@ -64,7 +65,7 @@ class ImageInput:
             domain = labels.clamp_max(len(self.domains) - 1)
             yield {"pixel_values": pixels, "domain": domain, "targets": labels}
         if skipped and len(skipped) == len(chosen):
-            raise ValueError(f"none of {len(chosen)} images can be read, e.g. {skipped[0]}")
+            raise InputError(f"none of {len(chosen)} images can be read, e.g. {skipped[0]}")
 
     def standard(self, pixels: Tensor) -> Tensor:
         """Convert bytes to the model's input."""
@@ -82,10 +83,10 @@ def open_image_input(checkpoint: str | Path, config: Any, source: str | None) ->
     if run.is_run():
         recipe = load_recipe(str(run.recipe))
         if not isinstance(recipe, VisionRecipe):
-            raise ValueError(f"{checkpoint} is a run of a language model; it takes no images")
+            raise InputError(f"{checkpoint} is a run of a language model; it takes no images")
         section = recipe.data
     elif source is None:
-        raise ValueError(f"{checkpoint} is no run folder, so --data must name images")
+        raise InputError(f"{checkpoint} is no run folder, so --data must name images")
     elif config.num_channels == 1:
         section = ImageSection(mean=(0.5,), deviation=(0.5,))
     else:
@@ -111,6 +112,6 @@ def _with_labels_of(config: Any, images: ImageSource) -> ImageSource:
     if len(strange) == len(images.classes) == len(names):
         return images
     if strange:
-        raise ValueError(f"the images have the class {strange[0]!r}, which the model has not")
+        raise InputError(f"the images have the class {strange[0]!r}, which the model has not")
     numbers = np.array([names.index(name) for name in images.classes], dtype=np.int64)
     return ImageSource(images.items, numbers[images.labels], tuple(names))

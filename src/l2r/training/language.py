@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l2r.errors import InputError, sizes
 from l2r.hf.checkpoints import hugging_face_tokenizer, model_like
 from l2r.hf.models import (
     L2rOlmoeConfig,
@@ -59,7 +60,8 @@ class LanguageTask:
     def build_model(self) -> nn.Module:
         start = self.recipe.model.init_from
         config = self.model_config()
-        model = L2rOlmoeForCausalLM(config) if start is None else model_like(config, start)
+        with sizes():
+            model = L2rOlmoeForCausalLM(config) if start is None else model_like(config, start)
         # A model to start from may have a row for padding, which no gradient would reach.
         model.config.pad_token_id = model.get_input_embeddings().padding_idx = None
         model.set_experts_implementation(
@@ -72,7 +74,7 @@ class LanguageTask:
         identity = self.train.tokenizer
         words = self.recipe.model.vocab_size
         if words is not None and words < identity.vocab_size:
-            raise ValueError(
+            raise InputError(
                 f"model.vocab_size must be >= {identity.vocab_size}, the tokenizer's; got {words}"
             )
         return L2rOlmoeConfig(

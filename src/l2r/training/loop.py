@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from l2r.errors import InputError
 from l2r.hf.checkpoints import write_run_card
 from l2r.hf.models import checkpoint_activations
 from l2r.runs.atomic import new_folder
@@ -115,7 +116,7 @@ class _Trainer:
         self.on_step = on_step
         training = recipe.training
         if training.global_batch % (training.micro_batch * ranks.world):
-            raise ValueError(
+            raise InputError(
                 f"global_batch must be a multiple of micro_batch * ranks; got "
                 f"{training.global_batch}, {training.micro_batch} and {ranks.world}"
             )
@@ -244,5 +245,5 @@ def _steps(recipe: AnyRecipe, items: int, units_per_step: int) -> int:
         return max(1, round(training.tokens / units_per_step))
     batch, epochs = training.global_batch, training.epochs or 0
     if items < batch:
-        raise ValueError(f"training.epochs needs global_batch <= {items}, all items; got {batch}")
+        raise InputError(f"training.epochs needs global_batch <= {items}, all items; got {batch}")
     return max(1, round(epochs * (items // batch)))

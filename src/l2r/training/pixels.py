@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from l2r.errors import InputError
 from l2r.training.data.crops import CenterCrop
 from l2r.training.data.image_facts import ImageFacts, image_facts, mean_and_deviation
 from l2r.training.data.image_sources import ImageSource, open_images
@@ -50,7 +51,7 @@ def _read(recipe: VisionRecipe, train: ImageSource, facts: ImageFacts) -> Vision
     statistics = data.mean or data.deviation
     channels = model.num_channels or (len(statistics) if statistics else 3 if facts.color else 1)
     if channels not in (1, 3):
-        raise ValueError(f"data.mean and data.deviation must have 1 or 3 numbers; got {statistics}")
+        raise InputError(f"data.mean and data.deviation must have 1 or 3 numbers; got {statistics}")
     values: dict[str, Any] = {
         "model.image_size": size,
         "model.patch_size": model.patch_size or _patch_size(size),
@@ -68,7 +69,7 @@ def _image_size(model: VitSection, facts: ImageFacts) -> int:
     if model.patch_size is None:
         return next((size for size in range(side, 0, -1) if _cuts(size)), side)
     if model.patch_size > side:
-        raise ValueError(
+        raise InputError(
             f"model.patch_size={model.patch_size} is larger than the images, "
             f"{facts.width} x {facts.height}; lower it or set model.image_size"
         )
@@ -78,7 +79,7 @@ def _image_size(model: VitSection, facts: ImageFacts) -> int:
 def _patch_size(size: int) -> int:
     cuts = _cuts(size)
     if not cuts:
-        raise ValueError(
+        raise InputError(
             f"model.image_size={size} cannot be cut into {_FEWEST} to {_MOST} patches a side; "
             "set model.patch_size or another size"
         )

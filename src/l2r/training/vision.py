@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l2r.errors import InputError, sizes
 from l2r.hf.models import L2rViTConfig, L2rViTForImageClassification
 from l2r.training.data.augment import augment
 from l2r.training.data.crops import CenterCrop, RandomCrop
@@ -30,7 +31,7 @@ class VisionTask:
         self.recipe = recipe = read_pixels(recipe, train, report)
         data, model = recipe.data, recipe.model
         if model.num_labels not in (None, len(train.classes)):
-            raise ValueError(
+            raise InputError(
                 f"model.num_labels must be the number of classes of the data, "
                 f"{len(train.classes)}, or null; got {model.num_labels}"
             )
@@ -54,7 +55,8 @@ class VisionTask:
     def build_model(self) -> nn.Module:
         config = self.model_config()
         if self.recipe.model.dense is None:
-            return L2rViTForImageClassification(config)
+            with sizes():
+                return L2rViTForImageClassification(config)
         return L2rViTForImageClassification.from_dense(self.recipe.model.dense, config)
 
     def model_config(self) -> L2rViTConfig:

@@ -9,6 +9,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from l2r.errors import InputError
 from l2r.training.data.shards import BadShardError, open_shard, read_texts, shard_bytes
 from l2r.training.data.sources import text_documents
 
@@ -58,6 +59,14 @@ def test_url_and_path_are_read_alike(tmp_path):
         assert shard_bytes(url) == len(SHARDS["a.json.gz"])
         with open_shard(url) as stream:
             assert list(read_texts(stream, url)) == TEXTS
+
+
+@pytest.mark.parametrize("url", ["file:///no/such/shard.jsonl", "nowhere://a/b.jsonl"])
+def test_a_url_that_cannot_be_had_is_named_in_one_line(url):
+    for read in (open_shard, shard_bytes):
+        with pytest.raises(InputError, match=f"^shard {url} cannot be opened: ") as refused:
+            read(url)
+        assert "\n" not in str(refused.value)
 
 
 def test_hub_urls_name_repository_commit_and_file():

@@ -25,6 +25,7 @@ from l2r.analysis.certificates.linear_bounds import LinearBounds
 from l2r.analysis.certificates.local_bounds import LocalBounds
 from l2r.analysis.certificates.rank2_radii import plane_radii
 from l2r.analysis.certificates.routing_map import AnchorMap, LinearMap, RoutingMap, routing_map
+from l2r.errors import InputError
 from l2r.routers import Router
 from l2r.routers.observe import evaluating, first_choice, more_inputs
 from l2r.routers.selection_rule import Selection
@@ -139,7 +140,7 @@ def _check_rule(router: nn.Module) -> None:
     if isinstance(router, Router) or family is not None:
         rule = router.selection if isinstance(router, Router) else family.selection(router)
         if rule.by_token:
-            raise ValueError(
+            raise InputError(
                 f"{type(router).__name__} chooses by the ids of tokens; no certificate is known"
             )
         if needed := [] if rule.block_bias else more_inputs(router):
@@ -156,7 +157,7 @@ def _check_rule(router: nn.Module) -> None:
         needed = more_inputs(router)
         what = f"{', '.join(needed)} of its block" if needed else ""
     if what:
-        raise ValueError(
+        raise InputError(
             f"{type(router).__name__} chooses by its logits and {what}; no certificate is known"
         )
 
@@ -175,7 +176,7 @@ def _arithmetic(router: nn.Module, form: RoutingMap, x: Tensor, own: Tensor) -> 
         overflows = logits.abs() + rounding > how.largest
         if (((logits - own.double()).abs() <= rounding) | overflows).all():
             return how
-    raise ValueError(
+    raise InputError(
         f"{type(router).__name__} has other logits than its weight gives; no certificate is known"
     )
 
@@ -193,7 +194,7 @@ def _check_choice(router: nn.Module, form: RoutingMap, part: _Part, chosen: Tens
     rounding = gaps - bounds.lower_bound(gaps, gaps.new_zeros(len(gaps)))
     tied = (_least(gaps + rounding, chosen) >= 0) | (bounds.max_radius <= 0)
     if not tied.all():
-        raise ValueError(
+        raise InputError(
             f"{type(router).__name__} does not choose by its logits alone "
             f"({int(differs.sum())} of {len(differs)} tokens differ); no certificate is known"
         )

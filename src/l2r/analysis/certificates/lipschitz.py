@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from l2r.analysis.certificates.query_magnitude import Saturated
+from l2r.errors import InputError
 from l2r.functional import psi
 from l2r.functional.scoring import unit
 
@@ -98,7 +99,7 @@ class Domain:
 
     def __post_init__(self) -> None:
         if self.least_query <= 0 or not 0 < self.least_anchor <= self.most_anchor:
-            raise ValueError(
+            raise InputError(
                 f"a domain needs least_query > 0 and 0 < least_anchor <= most_anchor; got {self}"
             )
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from l2r.analysis.certificates.arithmetic import IDEAL, STEPS, Arithmetic, family_of
 from l2r.analysis.certificates.query_magnitude import Identity, Radial, Saturated
+from l2r.errors import InputError
 from l2r.functional import psi, unit
 from l2r.hf.models import whole_matrix
 from l2r.kernels.contract import Scoring
@@ -162,7 +163,7 @@ def routing_map(router: nn.Module) -> RoutingMap:
     family = family_of(router)
     weight = whole_matrix(router, family.weight) if family else getattr(router, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
-        raise ValueError(f"no routing map is known for {type(router).__name__}")
+        raise InputError(f"no routing map is known for {type(router).__name__}")
     bias = getattr(router, "bias", None)
     return _linear(_wide(weight), None if bias is None else _wide(bias))
 

@@ -19,6 +19,7 @@ from l2r.analysis.certificates.routing_map import scoring_anchors
 from l2r.analysis.diagnostics import streaming_sums as sums
 from l2r.analysis.diagnostics.data_pass import Batch, Reading, Reducer, Run, read
 from l2r.analysis.diagnostics.token_sample import Fields, TokenSample
+from l2r.errors import InputError
 from l2r.routers import L2RRouter, Router, RouterOutput
 from l2r.routers.observe import block_bias, find_routers, first_choice
 from l2r.routers.offload import materialized
@@ -164,11 +165,11 @@ class _Layer:
         """Statistics over all batches and ranks."""
         reduced = sums.all_reduce(self.sums)
         if not reduced:
-            raise ValueError(f"router {name} saw no tokens; is the data empty or all padding?")
+            raise InputError(f"router {name} saw no tokens; is the data empty or all padding?")
         num_experts = len(reduced["usage"]["topk"])  # of a rank without tokens, too
         sample = self.sample.gather()
         if not sample["x"].isfinite().all(dim=1).any():
-            raise ValueError(
+            raise InputError(
                 f"router {name} gets no finite input on this data; weights before it are too large "
                 "for their dtype"
             )

@@ -14,6 +14,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from l2r.analysis.diagnostics.data_pass import Batch, Run
+from l2r.errors import InputError
 from l2r.routers import Captured, capture
 from l2r.routers.observe import block_bias, evaluating, find_routers
 
@@ -71,7 +72,7 @@ def count_flips(
             tokens += int(changed.any(dim=0).sum())
             layers, count = len(changed), count + changed.shape[1]
     if not count:
-        raise ValueError("batches must hold at least one; got none")
+        raise InputError("batches must hold at least one; got none")
     return Flips(decisions / (count * layers), tokens / count)
 
 

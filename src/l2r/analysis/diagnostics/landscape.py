@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r.analysis.certificates.routing_map import radial_of
+from l2r.errors import InputError
 from l2r.functional import cosine_scores, dot_scores, sips_scores, unit
 from l2r.functional.scoring import EPS
 from l2r.routers.anchor_router import AnchorRouter
@@ -63,7 +64,7 @@ def anchors_of(model: nn.Module, layers: Sequence[int] | None = None) -> list[di
     routers = list(find_routers(model).items())
     for layer in layers or ():
         if not 0 <= layer < len(routers):
-            raise ValueError(f"layers must be between 0 and {len(routers) - 1}; got {layer}")
+            raise InputError(f"layers must be between 0 and {len(routers) - 1}; got {layer}")
     chosen = range(len(routers)) if layers is None else layers
     sets = []
     for number in chosen:
@@ -74,7 +75,7 @@ def anchors_of(model: nn.Module, layers: Sequence[int] | None = None) -> list[di
         router = routers[chosen[0]][1]
         rank = router.anchors.shape[-1] if isinstance(router, AnchorRouter) else None
         has = f"anchors of rank {rank}" if rank else "no anchors"
-        raise ValueError(
+        raise InputError(
             "the explorer draws routers with anchors of rank 2 (l2r_sips, l2r_cosine or l2r_dot "
             f"with rank=2); got {type(router).__name__} with {has}"
         )

@@ -22,6 +22,7 @@ from l2r.analysis.diagnostics.robustness import perturbation_stability
 from l2r.analysis.diagnostics.routing_gain import RoutingGain
 from l2r.analysis.diagnostics.settings import DiagnosisSettings
 from l2r.analysis.diagnostics.token_analyses import layer_analyses, model_analyses
+from l2r.errors import InputError
 from l2r.routers import L2RRouter, Router
 from l2r.routers.observe import more_inputs
 from l2r.runs.diagnosis import Diagnosis
@@ -157,7 +158,7 @@ def _certificates(
     tokens = x[: settings.certify]
     try:
         radii = certify(router, tokens)
-    except ValueError as error:
+    except InputError as error:
         return {"certificate": str(error)}
     for name, radius in (("top1", radii.top1), ("topk", radii.topk)):
         arrays[f"certified_{name}"] = radius

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from l2r.analysis.diagnostics.choice_log import Experts
+from l2r.errors import InputError
 from l2r.runs.diagnosis import Diagnosis, same_tokens
 from l2r.stats.agreement import Overlap, overlap, overlap_by_chance
 
@@ -18,7 +19,7 @@ def saturation(
     """
     for name, layers in earlier.items():
         if [layer.shape for layer in layers] != [layer.shape for layer in last]:
-            raise ValueError(
+            raise InputError(
                 f"checkpoints over time must be of one model on the same tokens; {name} differs "
                 "from the last in layers, experts per token or data"
             )
@@ -42,6 +43,6 @@ def saturation_of_diagnoses(views: Mapping[str, Diagnosis]) -> dict[str, list[An
     *_, last = views.values()
     other = [name for name, view in views.items() if not same_tokens(view, last)]
     if other:
-        raise ValueError(f"over-time needs checkpoints that read the same tokens; not {other[0]}")
+        raise InputError(f"over-time needs checkpoints that read the same tokens; not {other[0]}")
     experts = {name: view.by_layer("experts") for name, view in views.items()}
     return saturation(experts, last.by_layer("experts"))

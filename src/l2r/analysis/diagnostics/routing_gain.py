@@ -14,6 +14,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from l2r.analysis.diagnostics.data_pass import Batch
+from l2r.errors import InputError
 from l2r.routers.observe import Hook, evaluating, find_routers, hooked, routed
 from l2r.training.evaluation import token_losses
 
@@ -65,7 +66,7 @@ def measure_routing_gain(
                 with hooked(dict.fromkeys(routers, hook)):
                     sums[i] += count * float(loss(model, batch))
     if not total:
-        raise ValueError("a routing gain needs at least 1 batch; got 0")
+        raise InputError("a routing gain needs at least 1 batch; got 0")
     own, random, shuffled = (each / total for each in sums)
     return RoutingGain(own, random - own, shuffled - own)
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from l2r.errors import InputError
+
 TOKENS = 1024  # of a text that are shown
 LEAST = 10  # occurrences of a word that counts, as in OLMoE's lists of words
 MOST_SIGMA = 1e6  # squares of noisy inputs stay far from the end of fp32
@@ -30,12 +32,12 @@ class DiagnosisSettings:
         check_sigma(self.sigma)
         for name, lowest in (("repeats", 1), ("certify", 0)):
             if getattr(self, name) < lowest:
-                raise ValueError(f"{name} must be >= {lowest}; got {getattr(self, name)}")
+                raise InputError(f"{name} must be >= {lowest}; got {getattr(self, name)}")
         if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be >= 0 and below 2^63; got {self.seed}")
+            raise InputError(f"seed must be >= 0 and below 2^63; got {self.seed}")
 
 
 def check_sigma(sigma: float) -> None:
     """Raise ValueError for a sigma that is negative, above a million or no number."""
     if not 0 <= sigma <= MOST_SIGMA:
-        raise ValueError(f"sigma must be between 0 and {MOST_SIGMA:,.0f}; got {sigma}")
+        raise InputError(f"sigma must be between 0 and {MOST_SIGMA:,.0f}; got {sigma}")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from l2r.analysis.diagnostics import streaming_sums as sums
 from l2r.analysis.diagnostics.metrics import load_from_sums, margin_from_sums
+from l2r.errors import InputError
 from l2r.functional import mean_probs, router_z_loss, routing_probs, select_experts
 from l2r.hf.routes import in_backward, unwrapped_model
 from l2r.hf.swap import layer_index, running_sites
@@ -184,12 +185,12 @@ def _outputs(source: Any, top_k: int | None) -> Sequence[Routed]:
     if logits is None:
         if isinstance(source, Sequence) and source:
             return list(source)
-        raise ValueError(
+        raise InputError(
             "source must be what capture recorded, a list of (logits, weights, indices) or an "
             f"output with router_logits; got {type(source).__name__}"
         )
     if top_k is None:
-        raise ValueError("top_k is needed with router_logits, which do not say it; got None")
+        raise InputError("top_k is needed with router_logits, which do not say it; got None")
     found = []
     for layer in (layer for layer in logits if layer is not None):
         flat = layer.reshape(-1, layer.shape[-1])
@@ -216,7 +217,7 @@ def _sums(output: Routed, mask: Tensor | None) -> sums.Sums:
 def _from_sums(total: Mapping[int, sums.Sums]) -> RouterStatistics:
     """Numbers per layer. Raises ValueError where no token was routed."""
     if not total:
-        raise ValueError("source must hold routed tokens; it has no layer")
+        raise InputError("source must hold routed tokens; it has no layer")
     found: dict[str, list[float]] = {name: [] for name in NUMBERS}
     loads = []
     for part in ({k: v.cpu() for k, v in part.items()} for part in total.values()):

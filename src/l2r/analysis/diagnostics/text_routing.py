@@ -18,6 +18,7 @@ from l2r.analysis.certificates.certify import certify_first
 from l2r.analysis.diagnostics.data_pass import Reading, Reducer
 from l2r.analysis.diagnostics.settings import TOKENS
 from l2r.analysis.diagnostics.streaming_sums import gaps
+from l2r.errors import InputError
 from l2r.hf.checkpoints import token_ids, tokenizer_errors
 from l2r.routers import RouterOutput
 from l2r.routers.observe import find_routers
@@ -38,7 +39,7 @@ class TextTrace(Reducer):
 
     def __init__(self, model: nn.Module, *, domains: Sequence[str], tokens: int = TOKENS) -> None:
         if tokens < len(domains):
-            raise ValueError(
+            raise InputError(
                 f"text must be at least a token per domain, {len(domains)}, or 0; got {tokens}"
             )
         self._domains = tuple(domains)
@@ -71,7 +72,7 @@ class TextTrace(Reducer):
     def see(self, x: Tensor, output: RouterOutput, where: str) -> None:
         """Count and keep the tokens of one call. Raises ValueError for a second one in a batch."""
         if where in self._called:
-            raise ValueError(
+            raise InputError(
                 f"the router {where} was called twice in a call: its layers run in a loop, and a "
                 "token has no single route; use --data with --text-tokens 0"
             )
@@ -225,5 +226,5 @@ def _radius(router: nn.Module, x: Float[Tensor, "T D"]) -> tuple[Float[Tensor, "
     device = next(router.parameters()).device
     try:
         return certify_first(router, x.to(device)).float().cpu(), ""
-    except ValueError as error:
+    except InputError as error:
         return torch.full((len(x),), torch.nan), str(error)

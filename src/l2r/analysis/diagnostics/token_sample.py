@@ -4,6 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from l2r.errors import InputError
+
 Fields = dict[str, Tensor]
 
 
@@ -16,7 +18,7 @@ class TokenSample:
 
     def __init__(self, size: int, seed: int = 0) -> None:
         if size < 1:
-            raise ValueError(f"sample must be >= 1 token; got {size}")
+            raise InputError(f"sample must be >= 1 token; got {size}")
         self.size = size
         self.keys = torch.empty(0, dtype=torch.float64)
         self.fields: Fields = {}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r.analysis.diagnostics import bf16_copy
+from l2r.errors import InputError
 from l2r.hf.models import check_unpacked
 from l2r.hf.routes import routed_layers
 from l2r.routers import Router
@@ -33,7 +34,7 @@ def in_other_arithmetic(model: nn.Module, name: str) -> nn.Module:
     router.
     """
     if name not in ARITHMETICS:
-        raise ValueError(f"arithmetic must be one of {', '.join(ARITHMETICS)}; got {name!r}")
+        raise InputError(f"arithmetic must be one of {', '.join(ARITHMETICS)}; got {name!r}")
     check_unpacked(model, name)
     routed_layers(model)
     copy = bf16_copy(model) if name == "bf16" else deepcopy(model)

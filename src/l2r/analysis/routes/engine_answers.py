@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from l2r.errors import InputError
 from l2r.hf.routes import Fingerprint, Routes, from_sglang, from_vllm
 from l2r.runs.reading import parse_json
 
@@ -53,10 +54,10 @@ def read_answers(path: Path, fingerprint: Fingerprint, prompt_start: int = 0) ->
             for choice in read(answer, fingerprint, prompt_start):
                 ids = [*choice.prompt, *choice.tokens]
                 if not 0 <= min(ids) <= max(ids) < _MOST_IDS:
-                    raise ValueError(f"token ids must be >= 0 and < 2^31; got {ids!s:.80}")
+                    raise InputError(f"token ids must be >= 0 and < 2^31; got {ids!s:.80}")
                 row = torch.tensor(ids)
                 if choice.routes.lengths.tolist() != [len(row)]:
-                    raise ValueError(
+                    raise InputError(
                         f"routes must be of all tokens but the last: {len(row) - 1} are due; got "
                         f"{choice.routes.counts[0]} from token {prompt_start} on"
                     )
@@ -65,31 +66,31 @@ def read_answers(path: Path, fingerprint: Fingerprint, prompt_start: int = 0) ->
                 routes.append(choice.routes)
             unread |= _unread(answer)
         except ValueError as error:
-            raise ValueError(f"{path}, answer {number}: {error}") from error
+            raise InputError(f"{path}, answer {number}: {error}") from error
     if not rows:
-        raise ValueError(f"{path} must hold at least one answer; got none")
+        raise InputError(f"{path} must hold at least one answer; got none")
     return Answers(rows, Routes.concatenate(routes), log_probs, tuple(sorted(unread)))
 
 
 def _vllm(answer: dict[str, Any], fingerprint: Fingerprint, prompt_start: int) -> Iterator[_Choice]:
     choices = answer.get("choices") or [{}]
     if not isinstance(choices, list):
-        raise ValueError(f"choices must be a list; got {type(choices).__name__}")
+        raise InputError(f"choices must be a list; got {type(choices).__name__}")
     for choice in choices:
         if not isinstance(choice, dict):
-            raise ValueError(f"a choice must be an object; got {choice!r}")
+            raise InputError(f"a choice must be an object; got {choice!r}")
         prompt: Any = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
         tokens: Any = choice.get("token_ids")
         experts = choice.get("routed_experts")
         if not _are_ids(prompt) or not _are_ids(tokens) or not isinstance(experts, str):
-            raise ValueError(
+            raise InputError(
                 "a choice must have prompt_token_ids, token_ids (ask with return_token_ids) and "
                 "routed_experts (serve with --enable-return-routed-experts); got "
                 f"{', '.join(choice) or 'nothing'}"
             )
         logs = choice.get("logprobs") or {}
         if not isinstance(logs, dict):
-            raise ValueError(f"logprobs must be an object or null; got {type(logs).__name__}")
+            raise InputError(f"logprobs must be an object or null; got {type(logs).__name__}")
         given = _list(logs, "token_logprobs")
         if content := _list(logs, "content"):  # of a chat
             given = [_field(token, "logprob") for token in content]
@@ -106,7 +107,7 @@ def _sglang(
     prompt: Any = [_item(entry, 1) for entry in before]
     whole = _field(meta, "prompt_tokens") in (None, len(prompt))
     if not whole or not _are_ids(prompt) or not _are_ids(tokens) or "routed_experts" not in meta:
-        raise ValueError(
+        raise InputError(
             "an answer of SGLang must have output_ids, and in meta_info routed_experts "
             "(return_routed_experts, --enable-return-routed-experts) and input_token_logprobs of "
             "the whole prompt, which hold its token ids (return_logprob, logprob_start_len=0); "
@@ -120,9 +121,9 @@ def _next_log_probs(choice: _Choice, length: int) -> Float[Tensor, " S"]:
     given, tokens = choice.given, choice.tokens
     numbers = [value for value in given if value is not None]
     if not all(type(value) in (int, float) and abs(value) <= _LARGEST for value in numbers):
-        raise ValueError(f"log-probabilities must be float32 numbers or null; got {given!s:.80}")
+        raise InputError(f"log-probabilities must be float32 numbers or null; got {given!s:.80}")
     if given and len(given) != len(tokens):
-        raise ValueError(
+        raise InputError(
             f"log-probabilities must be one per generated token, {len(tokens)}; got {len(given)}"
         )
     values = torch.full((length,), torch.nan)
@@ -153,9 +154,9 @@ def _objects(path: Path) -> list[dict[str, Any]]:
             lines = (line for line in text.split(b"\n") if line.strip())
             values = [parse_json(line, strict=False) for line in lines]
     except ValueError as error:
-        raise ValueError(f"{path} must hold one JSON object a line: {error}") from error
+        raise InputError(f"{path} must hold one JSON object a line: {error}") from error
     if not all(isinstance(value, dict) for value in values):
-        raise ValueError(f"{path} must hold JSON objects, one for each answer")
+        raise InputError(f"{path} must hold JSON objects, one for each answer")
     return values
 
 
@@ -167,7 +168,7 @@ def _list(part: Any, name: str) -> list[Any]:
     """A field that is a list, null or not there."""
     value = _field(part, name)
     if not isinstance(value, list | None):
-        raise ValueError(f"{name} must be a list or null; got {type(value).__name__}")
+        raise InputError(f"{name} must be a list or null; got {type(value).__name__}")
     return value or []
 
 

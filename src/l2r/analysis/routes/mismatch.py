@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from l2r.analysis.certificates.certify import holds_within
 from l2r.analysis.routes.model_reading import Reading, read_routing
+from l2r.errors import InputError
 from l2r.hf.routes import Routes, fingerprint_of
 from l2r.hf.swap import running_sites
 from l2r.runs.mismatch import NO_STATEMENT
@@ -38,7 +39,7 @@ class Comparison:
         if other is not None:
             fingerprint_of(other).check(self.fingerprint)
             if _vocabulary(other) != self._vocabulary:
-                raise ValueError(
+                raise InputError(
                     f"both models must have the same tokens; one has {self._vocabulary:,}, the "
                     f"other {_vocabulary(other):,}"
                 )
@@ -107,7 +108,7 @@ class Comparison:
         Raises ValueError before the first batch.
         """
         if not self._parts:
-            raise ValueError("tokens to compare must be at least one row; got none")
+            raise InputError("tokens to compare must be at least one row; got none")
         by_layer = ("experts", "other_experts", "gap", "moved", "certified")
         return {
             name: np.concatenate(parts, axis=1 if name in by_layer else 0)
@@ -133,7 +134,7 @@ class Comparison:
             try:
                 holds = holds_within(self._routers[layer], x, distance)
                 certified = holds.to(certified.dtype).cpu()
-            except ValueError as error:
+            except InputError as error:
                 self._alike[layer] = False
                 self.remarks[layer] = str(error)
         return (distance / norm.clamp_min(1e-30)).float().cpu(), certified
@@ -142,7 +143,7 @@ class Comparison:
         other.fingerprint.check(self.fingerprint)
         wanted = [ids.shape[1]] * ids.shape[0]
         if other.lengths.tolist() != wanted:
-            raise ValueError(
+            raise InputError(
                 "routes must be of the tokens that are read; their sequences have "
                 f"{other.lengths.tolist()!s:.60} tokens and the rows {wanted!s:.60}"
             )
@@ -158,7 +159,7 @@ class Comparison:
         wrong = ((ids < 0) | (ids >= self._vocabulary)).any(dim=1).nonzero()
         if len(wrong):
             row = ids[wrong[0, 0]]
-            raise ValueError(
+            raise InputError(
                 f"tokens must be from 0 to {self._vocabulary - 1}, which the model has; sequence "
                 f"{len(self.lengths) + int(wrong[0, 0])} has {int(row.min())} to {int(row.max())}"
             )
@@ -195,7 +196,7 @@ def compare_routes(
     Raises ValueError where routes and rows are not as many.
     """
     if len(routes) != len(rows):
-        raise ValueError(
+        raise InputError(
             f"routes must be of the tokens that are read; they have {len(routes)} sequences and "
             f"there are {len(rows)} rows"
         )

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from l2r.errors import InputError
+
 CLOCKS = ("wall", "cpu")
 BENCHES = ("router", "memory", "scaling", "moe", "step", "inference", "routes")
 
@@ -27,11 +29,11 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device must be cpu or cuda; got device={self.device!r}")
+            raise InputError(f"device must be cpu or cuda; got device={self.device!r}")
         if self.clock not in CLOCKS:
-            raise ValueError(f"clock must be wall or cpu; got clock={self.clock!r}")
+            raise InputError(f"clock must be wall or cpu; got clock={self.clock!r}")
         if not 0 < self.seconds < math.inf:
-            raise ValueError(f"seconds must be > 0 and finite; got seconds={self.seconds}")
+            raise InputError(f"seconds must be > 0 and finite; got seconds={self.seconds}")
 
     @property
     def dtype(self) -> Any:
@@ -44,4 +46,4 @@ class BenchSettings:
 def check_bench(name: str) -> None:
     """Raise ValueError for a name that no benchmark has."""
     if name not in BENCHES:
-        raise ValueError(f"benchmark must be one of {', '.join(BENCHES)}; got {name!r}")
+        raise InputError(f"benchmark must be one of {', '.join(BENCHES)}; got {name!r}")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from l2r.errors import InputError
 from l2r.stats.paired_t import holm
 from l2r.stats.permutation import larger_by_chance
 
@@ -53,17 +54,17 @@ def bench_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
     """
     for field in ("name", "settings"):
         if before[field] != now[field]:
-            raise ValueError(
+            raise InputError(
                 f"baseline must have the same {field}; got {before[field]} and {now[field]}"
             )
     if not before.get("turns"):
-        raise ValueError("baseline must have turns; make it again with l2r bench --out")
+        raise InputError("baseline must have turns; make it again with l2r bench --out")
     earlier = {group["group"]: group for group in before["turns"]}
     pairs: list[tuple[str, str, str, list[float], list[float]]] = []
     for group in now["turns"]:
         label, base = group["group"], group["base"]
         if label not in earlier or base not in earlier[label]["seconds"]:
-            raise ValueError(f"baseline must have the group {label!r} with {base!r}")
+            raise InputError(f"baseline must have the group {label!r} with {base!r}")
         then = ratios(earlier[label]["seconds"], base)
         for contender, values in ratios(group["seconds"], base).items():
             if contender != base and contender in then:

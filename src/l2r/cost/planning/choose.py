@@ -10,6 +10,7 @@ from l2r.cost.planning.hardware import Gpu
 from l2r.cost.planning.peak_memory import Memory, formula
 from l2r.cost.planning.simulate import Simulated, simulate
 from l2r.cost.planning.sizes import Sizes, read_sizes
+from l2r.errors import InputError
 from l2r.training.recipes import AnyRecipe, VisionRecipe
 
 Report = Callable[[str], None]
@@ -68,7 +69,7 @@ def make_plan(
     names = every if gpus > 1 else FORMS[:1]
     if parallel is not None and parallel not in names:
         where = f"for {recipe.task} on {gpus} GPUs" if gpus > 1 else "on one GPU"
-        raise ValueError(f"parallel must be one of {', '.join(names)} {where}; got {parallel!r}")
+        raise InputError(f"parallel must be one of {', '.join(names)} {where}; got {parallel!r}")
     Cut(names[0], gpus, recipe.training.global_batch, 1, checkpointing=False)  # or says why not
     planner = _Planner(recipe, given, report if simulated else None)
     # Of a form that was not asked for, the formula is enough.
@@ -77,7 +78,7 @@ def make_plan(
     asked = [c for c in fitting if parallel in (None, c.cut.parallel)]
     if not asked:
         least = min((c for c in forms if parallel in (None, c.cut.parallel)), key=lambda c: c.peak)
-        raise ValueError(_does_not_fit(least, fitting, given.gpu))
+        raise InputError(_does_not_fit(least, fitting, given.gpu))
     best = min(asked, key=_rank)
     return Plan(
         sizes=planner.sizes,
@@ -129,7 +130,7 @@ class _Planner:
             for checkpointing in (False, True)
         ]
         if not every:
-            raise ValueError(
+            raise InputError(
                 f"global_batch / gpus must be even with mixup or cutmix; got {batch} / {gpus}"
             )
         usable = self.given.gpu.usable

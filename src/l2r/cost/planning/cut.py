@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from l2r.cost.planning.hardware import GPUS_PER_NODE, Gpu
+from l2r.errors import InputError
 
 FORMS: tuple[str, ...] = ("ddp", "fsdp2", "ep")
 
@@ -18,7 +19,7 @@ class Assumptions:
 
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
-            raise ValueError(
+            raise InputError(
                 f"utilization must be above 0 and at most 1; got utilization={self.utilization}"
             )
         _check_imbalance(self.imbalance)
@@ -43,12 +44,12 @@ class Cut:
     def __post_init__(self) -> None:
         check_form(self.parallel)
         if self.gpus < 1 or self.global_batch % self.gpus:
-            raise ValueError(
+            raise InputError(
                 f"gpus must divide global_batch={self.global_batch}; got gpus={self.gpus}"
             )
         _check_imbalance(self.imbalance)
         if self.per_gpu % self.micro_batch:
-            raise ValueError(
+            raise InputError(
                 f"micro_batch must divide global_batch / gpus = {self.per_gpu}; "
                 f"got micro_batch={self.micro_batch}"
             )
@@ -71,9 +72,9 @@ class Cut:
 def check_form(name: str | None) -> None:
     """Raise ValueError for a parallel form that does not exist; None is any."""
     if name is not None and name not in FORMS:
-        raise ValueError(f"parallel must be one of {', '.join(FORMS)}; got {name!r}")
+        raise InputError(f"parallel must be one of {', '.join(FORMS)}; got {name!r}")
 
 
 def _check_imbalance(imbalance: float) -> None:
     if not 1 <= imbalance < math.inf:
-        raise ValueError(f"imbalance must be >= 1 and finite; got imbalance={imbalance}")
+        raise InputError(f"imbalance must be >= 1 and finite; got imbalance={imbalance}")

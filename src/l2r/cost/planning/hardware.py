@@ -7,6 +7,7 @@ card per GPU.
 
 from dataclasses import dataclass
 
+from l2r.errors import InputError
 from l2r.runs.spelling import nearest
 
 GPUS_PER_NODE = 8
@@ -66,5 +67,5 @@ def find_gpu(name: str) -> Gpu:
     """A GPU of the table. Raises ValueError for another name."""
     if name not in GPUS:
         names = ", ".join(GPUS)
-        raise ValueError(f"gpu must be one of {names}; got {name!r}{nearest(name, GPUS)}")
+        raise InputError(f"gpu must be one of {names}; got {name!r}{nearest(name, GPUS)}")
     return GPUS[name]

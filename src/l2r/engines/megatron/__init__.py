@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r.engines.engine import engine_router, own_stream, require
+from l2r.errors import InputError
 from l2r.routers.norms import sum_over_ranks
 
 require("megatron-core")
@@ -49,9 +50,9 @@ class L2RTopKRouter(TopKRouter):
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection, **options)
         if config.add_bias_linear:
-            raise ValueError("add_bias_linear must be False with our routers; got True")
+            raise InputError("add_bias_linear must be False with our routers; got True")
         if config.transformer_impl == "inference_optimized":
-            raise ValueError(
+            raise InputError(
                 "transformer_impl must be local or transformer_engine with our routers; "
                 "got inference_optimized"
             )
@@ -106,7 +107,7 @@ def plug(spec: Any, router: Mapping[str, Any]) -> int:
             submodules.router = partial(L2RTopKRouter, router=dict(router))
             count += 1
     if not count:
-        raise ValueError("the spec has no MoE layer to put a router into; set num_experts")
+        raise InputError("the spec has no MoE layer to put a router into; set num_experts")
     return count
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from l2r.engines.engine import selecting_as
 from l2r.engines.megatron import HeadsNorm, L2RTopKRouter
 from l2r.engines.olmoe_tensors import Pair, Tensors, copy_all, olmoe, router_pairs
+from l2r.errors import InputError
 from l2r.routers.selection_rule import Selection
 
 # What an OLMoE has; other values of these fields make another model, not always one with other
@@ -88,12 +89,12 @@ def _check(model: Any) -> L2RTopKRouter:
     for name, wanted in _FIXED.items():
         value = getattr(model.config, name, wanted)
         if value != wanted:
-            raise ValueError(f"{name} must be {wanted} to convert an OLMoE; got {name}={value}")
+            raise InputError(f"{name} must be {wanted} to convert an OLMoE; got {name}={value}")
     for number, layer in enumerate(model.decoder.layers):
         attention, router = layer.self_attention, getattr(layer.mlp, "router", None)
         ours = isinstance(router, L2RTopKRouter) and isinstance(attention.q_layernorm, HeadsNorm)
         if not ours:
-            raise ValueError(f"every layer must come from olmoe_layer; layer {number} does not")
+            raise InputError(f"every layer must come from olmoe_layer; layer {number} does not")
     first: L2RTopKRouter = model.decoder.layers[0].mlp.router
     return first
 

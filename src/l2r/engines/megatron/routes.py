@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from l2r.engines.engine import require
 from l2r.engines.route_calls import WHOLE, Choose, Part, Seat
 from l2r.engines.routes import Recorder, Replay, recording, replaying
+from l2r.errors import InputError
 from l2r.hf.routes import Fingerprint, Routes, Side
 
 require("megatron-core")
@@ -60,7 +61,7 @@ def _seats(
 ) -> tuple[dict[int, Seat], Fingerprint]:
     routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
     if not routers:
-        raise ValueError("the model has no router of Megatron-core's")
+        raise InputError("the model has no router of Megatron-core's")
     config: Any = routers[0].config
     wanted = {
         "moe_enable_routing_replay": True,
@@ -69,7 +70,7 @@ def _seats(
     }
     for name, value in wanted.items():
         if getattr(config, name, value) != value:
-            raise ValueError(
+            raise InputError(
                 f"{name} must be {value} to record or replay; got {getattr(config, name)}"
             )
     seats = {

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import state_dict as sharded
 from l2r.engines.engine import selecting_as
 from l2r.engines.olmo_core import L2RMoERouter
 from l2r.engines.olmoe_tensors import Pair, Tensors, copy_all, olmoe, router_pairs
+from l2r.errors import InputError
 from l2r.routers.selection_rule import Selection
 
 from olmo_core.nn.moe.mlp import DroplessMoEMLP  # isort: skip  # after our check of its version
@@ -55,7 +56,7 @@ def to_hugging_face(model: nn.Module, **settings: Any) -> Any:
     attention, mlp = block.attention, block.feed_forward_moe
     normalize = mlp.router.normalize_expert_weights
     if normalize not in (None, 1.0):
-        raise ValueError(f"normalize_expert_weights must be None or 1; got {normalize}")
+        raise InputError(f"normalize_expert_weights must be None or 1; got {normalize}")
     rule = Selection(
         gate=str(mlp.router.gating_function),  # type: ignore[arg-type]
         normalize=normalize is not None,
@@ -108,7 +109,7 @@ def _block(model: Any) -> tuple[Any, bool]:
     for block in model.blocks.values():
         alike = isinstance(block, MoEReorderedNormTransformerBlock) == post_norm
         if not alike or not isinstance(getattr(block, "router", None), L2RMoERouter):
-            raise ValueError(
+            raise InputError(
                 "every block must be of one kind and have an L2RMoERouter; got "
                 f"{type(block).__name__} with {type(getattr(block, 'router', None)).__name__}"
             )
@@ -120,7 +121,7 @@ def _block(model: Any) -> tuple[Any, bool]:
             ("embed_scale", model.embed_scale),
         ):
             if value is not None:
-                raise ValueError(f"{name} must be None in an OLMoE; got {name}={value}")
+                raise InputError(f"{name} must be None in an OLMoE; got {name}={value}")
     return first, post_norm
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from l2r.engines.engine import require
 from l2r.engines.route_calls import WHOLE, Choose, Part, Seat
 from l2r.engines.routes import Recorder, Replay, recording, replaying, routers_by_layer
+from l2r.errors import InputError
 from l2r.hf.routes import Fingerprint, Routes, Side
 
 require("ai2-olmo-core")
@@ -50,7 +51,7 @@ def _seats(model: nn.Module) -> tuple[dict[int, Seat], Fingerprint]:
     routers = routers_by_layer(model, MoERouter, "OLMo-core")
     first = next(iter(routers.values()))
     if first.cp_mesh is not None:
-        raise ValueError("context parallel must be off to record or replay")
+        raise InputError("context parallel must be off to record or replay")
     seats = {n: Seat(router, "get_top_k", _maker(router)) for n, router in routers.items()}
     sizes = Fingerprint(
         num_experts=first.num_experts,

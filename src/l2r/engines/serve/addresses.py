@@ -4,6 +4,8 @@ import errno
 import socket
 from contextlib import ExitStack
 
+from l2r.errors import InputError
+
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # of ::1 on a machine without IPv6
 
 
@@ -16,12 +18,12 @@ def check_address(host: str, port: int) -> None:
 def bound(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
     """A socket for each address of ``host``, all with one port (a free one for port 0).
 
-    Raises ValueError for a host of elsewhere, OSError where the port cannot be had.
+    Raises ValueError for a host of elsewhere, and where the port cannot be had.
     """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise ValueError(f"host must be an address of this machine; got {host!r}") from error
+        raise InputError(f"host must be an address of this machine; got {host!r}") from error
     sockets: list[socket.socket] = []
     for family, kind, protocol, _, address in addresses:
         one = stack.enter_context(socket.socket(family, kind, protocol))
@@ -34,9 +36,9 @@ def bound(host: str, port: int, stack: ExitStack) -> list[socket.socket]:
         except OSError as error:
             if error.errno not in _NOT_HERE:
                 reason = f"cannot listen on {host}, port {at}: {error.strerror}"
-                raise OSError(error.errno, reason) from None
+                raise InputError(reason) from error
         else:
             sockets.append(one)
     if not sockets:
-        raise ValueError(f"host must be an address of this machine; got {host!r}")
+        raise InputError(f"host must be an address of this machine; got {host!r}")
     return sockets

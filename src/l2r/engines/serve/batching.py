@@ -18,7 +18,7 @@ from transformers.generation.continuous_batching.model_runner import (
 
 from l2r.engines.serve.routed import RoutedTokens, noting
 from l2r.engines.serve.sequence import Sequence
-from l2r.engines.serve.worker import NOT_RUNNING, STOPPING, Worker, only
+from l2r.engines.serve.worker import NOT_RUNNING, STOPPING, Worker, log, only
 from l2r.hf.routes import Choices
 from l2r.routers.offload import device_of
 
@@ -120,6 +120,7 @@ class Batching(Worker):
         while not self._closing.wait(_POLL_SECONDS):
             result = self._manager.get_result(timeout=_POLL_SECONDS)
             if result is not None and result.error:
+                log.error("transformers ended an answer: %s", result.error)
                 self._drop(result.request_id, f"cannot generate: {result.error}")
             elif not self._manager.is_running():
                 self._restart()
@@ -130,6 +131,7 @@ class Batching(Worker):
             self._manager.stop(block=True, timeout=5)
             self._manager = self._start()
         except Exception:  # no memory for the cache yet, say: /health shows it until a later turn
+            log.exception("the worker could not be started again")
             self._closing.wait(1)
 
     def _drop(self, name: str, message: str) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from l2r.engines.serve.errors import RequestError
 from l2r.engines.serve.limits import ServeLimits
 from l2r.engines.serve.worker import STOPPING
+from l2r.errors import blames_input
 
 _PROGRAM = Path(__file__).with_name("render_chats.py")
 _START_SECONDS = 60  # on a busy machine; half a second on a quiet one
@@ -46,6 +47,8 @@ class ChatTemplate:
                     messages, tokenize=False, add_generation_prompt=True
                 )
             except Exception as error:  # of the tokenizer's code, which may refuse what it is given
+                if not blames_input(error):
+                    raise
                 raise _refused(str(error)) from None
             return text
         if self._closed:

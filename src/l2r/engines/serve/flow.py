@@ -43,14 +43,14 @@ class Flow:
         ]
 
     async def steps(self) -> AsyncIterator[tuple[int, Step]]:
-        """Compute; every step with its choice's index. Raises RequestError (503) on a failure."""
+        """Compute; every step with its choice's index. Raises RequestError on a failure."""
         for sequence in self.sequences:
             self._worker.submit(sequence)
         running = len(self.sequences)
         while running:
             index, step = await self._queue.get()
             if isinstance(step, Failure):
-                raise RequestError(503, step.message)
+                raise RequestError(step.status, step.message)
             running -= step.finish is not None
             yield index, step
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from l2r.engines.serve.limits import ServeLimits
+from l2r.errors import InputError
 from l2r.hf.checkpoints import Placement
 
 
@@ -27,6 +28,6 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         if self.num_blocks is not None and not self.continuous_batching:
-            raise ValueError(
+            raise InputError(
                 f"num_blocks is for continuous batching; got num_blocks={self.num_blocks}"
             )

@@ -6,6 +6,7 @@ from l2r.engines.serve.chat_template import ChatTemplate
 from l2r.engines.serve.errors import RequestError
 from l2r.engines.serve.limits import ServeLimits
 from l2r.engines.serve.requests import ChatRequest, CompletionRequest
+from l2r.errors import InputError
 from l2r.hf.checkpoints import token_ids
 
 Prompt = tuple[list[int], int]  # token ids, and the most tokens that may follow
@@ -58,7 +59,7 @@ class Prompts:
             raise RequestError(400, "prompt must not be empty", param="prompt")
         try:
             ids: list[int] = token_ids(self.tokenizer, text)
-        except ValueError as error:
+        except InputError as error:
             raise RequestError(400, str(error), param="prompt") from None
         return ids
 

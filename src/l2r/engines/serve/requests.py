@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from l2r.engines.serve.errors import RequestError
 from l2r.engines.serve.sampling import Sampling
+from l2r.errors import InputError
 
 # What client libraries send for the billing and caches of others.
 IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
@@ -60,13 +61,13 @@ class _Request(_Fields):
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options must come with stream=true")
+            raise InputError("stream_options must come with stream=true")
         return self
 
     @model_validator(mode="after")
     def _check_prompt_start(self) -> Self:
         if self.routed_experts_prompt_start and not self.return_routed_experts:
-            raise ValueError(
+            raise InputError(
                 "routed_experts_prompt_start must come with return_routed_experts=true"
             )
         return self
@@ -167,7 +168,7 @@ class ChatRequest(_Request):
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs must come with logprobs=true")
+            raise InputError("top_logprobs must come with logprobs=true")
         return self
 
     @property

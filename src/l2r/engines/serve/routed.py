@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int
 from torch import Tensor
 
+from l2r.errors import InputError
 from l2r.hf.routes import Choices, Fingerprint, all_layers, fingerprint_of, vllm_text
 from l2r.routers.temporary import replaced
 
@@ -19,7 +20,7 @@ def routes_of(model: Any) -> Fingerprint | str:
     """Fingerprint with which a model's routes are written, or the reason why they cannot be."""
     try:
         fingerprint = fingerprint_of(model)
-    except ValueError as error:
+    except InputError as error:
         return str(error)
     if fingerprint.hidden_layers is None:
         return "the configuration of this model has no num_hidden_layers"
@@ -51,7 +52,7 @@ class RoutedTokens:
             mask[first : first + len(part)] = True
         if not mask[self._start :].all():
             missing = self._start + int(np.argmin(mask[self._start :]))
-            raise ValueError(f"the experts of token {missing} were not recorded")
+            raise InputError(f"the experts of token {missing} were not recorded")
         return vllm_text(all_layers(experts[self._start :], f))
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from l2r.errors import InputError
+
 _GREEDY_BELOW = 1e-5  # a temperature by which float32 logits cannot be divided
 
 _LEAST = -9999.0  # OpenAI's for what is less, of which JSON may have no number
@@ -51,7 +53,7 @@ class Sampler:
         """Choose from ``logits`` [V]. Raises ValueError where they are not finite."""
         logits = logits.float().cpu()
         if not bool(logits.isfinite().all()):
-            raise ValueError("the model gave logits that are not finite")
+            raise InputError("the model gave logits that are not finite")
         return self.score(logits, self._token(logits))
 
     def score(self, logits: Tensor, token: int) -> Choice:

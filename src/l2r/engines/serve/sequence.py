@@ -1,5 +1,6 @@
 """One answer in the making: logits come in, text and the reason of its end go out."""
 
+import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,10 @@ from torch import Tensor
 from l2r.engines.serve.routed import RoutedTokens
 from l2r.engines.serve.sampling import Choice, Sampler, Sampling
 from l2r.engines.serve.streamed_text import Text
+from l2r.errors import InputError, is_out_of_memory
+
+FAULT = "a fault of the server; its log has more"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,9 +31,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why an answer ends without its last token."""
+    """The reason why an answer ends without its last token, and the status that says so."""
 
     message: str
+    status: int = 503
 
 
 class Sequence:
@@ -63,11 +69,19 @@ class Sequence:
         """Nobody waits for it any more."""
         self.over = True
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, status: int = 503) -> None:
         """End it without an answer."""
         if not self.over:
             self.over = True
-            self._listener(Failure(message))
+            self._listener(Failure(message, status))
+
+    def break_off(self, error: Exception) -> None:
+        """End it for an error: one of the model or of memory is named, a bug is in the log."""
+        if isinstance(error, InputError) or is_out_of_memory(error):
+            self.fail(f"cannot go on: {error}")
+        else:
+            _log.error("an answer ended with a bug of l2r", exc_info=error)
+            self.fail(FAULT, 500)
 
     def echo(self, logits: Tensor | None) -> None:
         """Pass the prompt on; ``logits`` [T, V] give its tokens after the first their scores."""
@@ -101,7 +115,7 @@ class Sequence:
             if finish and self.routed is not None:
                 experts = self.routed.text(len(self.prompt) + self._steps)
         except Exception as error:  # one answer's trouble must not end the worker's loop
-            self.fail(f"cannot go on: {error}")
+            self.break_off(error)
             return 0
         if not self.over:
             self.over = finish is not None

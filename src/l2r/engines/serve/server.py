@@ -21,6 +21,7 @@ from l2r.engines.serve.prompts import Prompts
 from l2r.engines.serve.routed import routes_of
 from l2r.engines.serve.web_app import Served, build
 from l2r.engines.serve.worker import OneByOne, Worker
+from l2r.errors import InputError
 from l2r.hf.checkpoints import (
     check_reads_text,
     checkpoint_folder,
@@ -86,7 +87,7 @@ def _prepared(
             **options.placement.options(checkpoint_folder(checkpoint)),
         )
         if not model.can_generate():
-            raise ValueError(
+            raise InputError(
                 f"serve needs a model that writes; {type(model).__name__} cannot generate"
             )
         model = options.placement.place(model.eval())

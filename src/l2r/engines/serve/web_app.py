@@ -20,7 +20,7 @@ from l2r.engines.serve.flow import Flow
 from l2r.engines.serve.limits import ServeLimits
 from l2r.engines.serve.prompts import Prompt, Prompts
 from l2r.engines.serve.requests import ChatRequest, CompletionRequest, parse
-from l2r.engines.serve.sequence import Step
+from l2r.engines.serve.sequence import FAULT, Step
 from l2r.engines.serve.worker import Worker
 from l2r.hf.routes import Fingerprint
 from l2r.runs.spelling import same_name
@@ -217,4 +217,4 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    return RequestError(500, "a fault of the server; its log has more").response()
+    return RequestError(500, FAULT).response()

@@ -1,5 +1,6 @@
 """What computes answers: one after the other, in a thread, with transformers' ``generate``."""
 
+import logging
 import queue
 import threading
 import time
@@ -16,6 +17,7 @@ from l2r.engines.serve.sequence import Sequence
 from l2r.hf.routes import Choices
 from l2r.routers.offload import device_of
 
+log = logging.getLogger(__name__)
 STOPPING, NOT_RUNNING = "the server is stopping", "the worker is not running"
 
 
@@ -111,7 +113,7 @@ class OneByOne(Worker):
                 self._generate(sequence)
                 sequence.fail("cannot generate: it ended without a last token")
             except Exception as error:  # out of memory, say: the next one may fit
-                sequence.fail(f"cannot generate: {error}")
+                sequence.break_off(error)
             self._current = None
 
     def _look(self, sequence: Sequence) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from l2r.engines.engine import Plug, require
+from l2r.errors import InputError
 
 require("torchtitan")
 
@@ -117,7 +118,7 @@ class L2RQwen3StateDictAdapter(Qwen3StateDictAdapter):
             if name.endswith(".expert_bias_E"):
                 whole = value.full_tensor() if isinstance(value, DTensor) else value
                 if whole.any():
-                    raise ValueError(
+                    raise InputError(
                         "load_balance_coeff must be None for a Hugging Face Qwen3-MoE, which "
                         f"chooses experts without a bias; {name} is not 0"
                     )

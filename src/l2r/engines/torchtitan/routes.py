@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from l2r.engines.engine import require
 from l2r.engines.route_calls import WHOLE, Choose, Part, Seat
 from l2r.engines.routes import Recorder, Replay, recording, replaying, routers_by_layer
+from l2r.errors import InputError
 from l2r.hf.routes import Fingerprint, Routes, Side
 
 require("torchtitan")
@@ -92,7 +93,7 @@ def _part(tokens: DTensor) -> Part:
     cut = [n for n, place in enumerate(tokens.placements) if place.is_shard(1)]
     others = [p for p in tokens.placements if not p.is_replicate() and not p.is_shard(1)]
     if len(cut) > 1 or others:
-        raise ValueError(
+        raise InputError(
             f"tokens must be cut once, over the sequence, to record or replay; "
             f"got {tokens.placements}"
         )

@@ -11,6 +11,7 @@ from torch import nn
 
 from l2r.analysis.diagnostics import RouterWatch
 from l2r.engines.trainer.heatmap import draw
+from l2r.errors import InputError
 
 
 def router_statistics_callback(*, every: int = 50) -> Any:
@@ -24,7 +25,7 @@ def router_statistics_callback(*, every: int = 50) -> Any:
     supported router; ModuleNotFoundError without Lightning.
     """
     if every < 1:
-        raise ValueError(f"every must be >= 1; got every={every}")
+        raise InputError(f"every must be >= 1; got every={every}")
     from lightning.pytorch.callbacks import Callback
 
     kind: Any = type("RouterStatisticsCallback", (RouterHooks, Callback), {})

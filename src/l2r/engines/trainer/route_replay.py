@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from l2r.analysis.routes import ARITHMETICS, in_other_arithmetic
+from l2r.errors import InputError
 from l2r.hf.routes import Routes, fingerprint_of, from_vllm, record, replay, unwrapped_model
 from l2r.routers.temporary import replaced
 
@@ -44,10 +45,10 @@ def add_route_replay(
     """
     if sampler is not None and sampler not in ARITHMETICS:
         allowed = ", ".join(ARITHMETICS)
-        raise ValueError(f"sampler must be None or one of {allowed}; got sampler={sampler!r}")
+        raise InputError(f"sampler must be None or one of {allowed}; got sampler={sampler!r}")
     missing = [name for name in _METHODS if not callable(getattr(trainer, name, None))]
     if missing:
-        raise ValueError(
+        raise InputError(
             f"trainer must be TRL's GRPOTrainer, with {' and '.join(_METHODS)}; "
             f"{type(trainer).__name__} has no {missing[0]}"
         )
@@ -58,15 +59,15 @@ def add_route_replay(
 
 def _check_vllm(trainer: Any, sampler: str | None) -> None:
     if sampler is not None:
-        raise ValueError(f"sampler must be None with use_vllm=True; got sampler={sampler!r}")
+        raise InputError(f"sampler must be None with use_vllm=True; got sampler={sampler!r}")
     if trainer.vllm_mode != "colocate":
-        raise ValueError(
+        raise InputError(
             "vllm_mode must be 'colocate': TRL's vLLM server returns no routes; "
             f"got vllm_mode={trainer.vllm_mode!r}"
         )
     ranks = getattr(trainer, "vllm_tensor_parallel_size", 1)
     if ranks != 1:
-        raise ValueError(f"vllm_tensor_parallel_size must be 1; got {ranks}")
+        raise InputError(f"vllm_tensor_parallel_size must be 1; got {ranks}")
 
 
 class RouteReplay:
@@ -101,7 +102,7 @@ class RouteReplay:
         with replaced(sampling):
             batch: dict[str, Any] = self._generates(inputs)
         if self.routes is None or len(self.routes) != len(batch["completion_ids"]):
-            raise ValueError(
+            raise InputError(
                 "route replay needs one call of generate for a batch of completions; it got "
                 f"{0 if self.routes is None else len(self.routes)} sequences for "
                 f"{len(batch['completion_ids'])} rows"
@@ -112,7 +113,7 @@ class RouteReplay:
         ids = batch["completion_ids"]
         log_probs = self._log_probs[:, : ids.shape[1]].to(ids.device)
         if log_probs.shape != ids.shape:
-            raise ValueError(
+            raise InputError(
                 f"completions must be the {self._log_probs.shape[1]} tokens that were generated; "
                 f"got {ids.shape[1]}"
             )
@@ -130,7 +131,7 @@ class RouteReplay:
 
         def generating(*args: Any, **kwargs: Any) -> Tensor:
             if self.routes is not None:
-                raise ValueError("route replay needs one call of generate for a batch; got two")
+                raise InputError("route replay needs one call of generate for a batch; got two")
             sampling: Any = model
             if self._sampler is not None:
                 sampling = in_other_arithmetic(model, self._sampler)
@@ -155,16 +156,16 @@ class RouteReplay:
 
         def answering(*args: Any, **kwargs: Any) -> Any:
             if self.routes is not None:
-                raise ValueError("route replay needs one call of generate for a batch; got two")
+                raise InputError("route replay needs one call of generate for a batch; got two")
             requests = generate(*args, **kwargs)
             answers = [answer for request in requests for answer in request.outputs]
             if any(answer.routed_experts is None for answer in answers):
-                raise ValueError(
+                raise InputError(
                     "vLLM's answers have no routed_experts; make it with "
                     "enable_return_routed_experts=True"
                 )
             if any(answer.logprobs is None for answer in answers):
-                raise ValueError("vLLM's answers must have log-probabilities; got logprobs=None")
+                raise InputError("vLLM's answers must have log-probabilities; got logprobs=None")
             self.routes = from_vllm([a.routed_experts for a in answers], self._fingerprint)
             self._log_probs = torch.nn.utils.rnn.pad_sequence(
                 [
@@ -198,6 +199,6 @@ class RouteReplay:
             if all(first <= row < first + len(routes) for row in rows):
                 return routes[[row - first for row in rows]]
         kept = [f"{first} to {first + len(routes) - 1}" for first, routes in self._kept.values()]
-        raise ValueError(
+        raise InputError(
             f"{ROWS} must be rows whose routes are kept ({', '.join(kept)}); got {rows}"
         )

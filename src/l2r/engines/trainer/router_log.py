@@ -10,6 +10,7 @@ from transformers import Trainer, TrainerCallback
 
 from l2r.analysis.diagnostics import RouterStatistics, RouterWatch
 from l2r.engines.trainer.heatmap import draw
+from l2r.errors import InputError
 
 _OF_A_STREAM = (
     10  # steps between watched ones where an epoch's end is not known; its line has the last
@@ -27,7 +28,7 @@ def add_router_statistics(trainer: Trainer, *, every: int | None = None) -> "Rou
     Raises ValueError for a model without a supported router, and for ``every`` below 1.
     """
     if every is not None and every < 1:
-        raise ValueError(f"every must be >= 1; got every={every}")
+        raise InputError(f"every must be >= 1; got every={every}")
     log = RouterLog(trainer, every)
     call_first(trainer, log)
     after_training(trainer, log.stop)

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback
 
 from l2r.engines.trainer.router_log import after_training, call_first
 from l2r.engines.trainer.task_loss import check_gradient, micro_batch_share, task_loss
+from l2r.errors import InputError
 from l2r.functional import load_balancing_loss, router_margin_loss, router_z_loss
 from l2r.routers import Captured, Router, capture, constrain
 from l2r.routers.temporary import removing
@@ -49,14 +50,14 @@ def add_router_losses(
     """
     for name, weight in (("balance", balance), ("z", z), ("margin", margin)):
         if not 0 <= weight < float("inf"):
-            raise ValueError(f"{name} must be >= 0 and finite; got {name}={weight}")
+            raise InputError(f"{name} must be >= 0 and finite; got {name}={weight}")
     if not any(isinstance(module, Router) for module in trainer.model.modules()):
-        raise ValueError(
+        raise InputError(
             f"{type(trainer.model).__name__} contains no l2r Router; swap its routers first "
             "(l2r.swap_routers)"
         )
     if trainer.label_smoother is not None and trainer.compute_loss_func is None:
-        raise ValueError(
+        raise InputError(
             "label_smoothing_factor is not applied by Trainer with a loss function; set it to 0"
         )
     losses = RouterLosses(trainer, balance, z, balance_variant, z_variant, margin, margin_gap)
@@ -100,7 +101,7 @@ class RouterLosses(TrainerCallback):
             return task
         self._called = True
         if captured is None or not captured.outputs:
-            raise ValueError(
+            raise InputError(
                 f"the router losses have weights balance={self.balance}, z={self.z}, but no "
                 "router output was recorded; DataParallel replicas are not supported"
             )
@@ -139,7 +140,7 @@ class RouterLosses(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse where a subclass of Trainer computes its loss in another way."""
         if not self._called and (self.balance or self.z or self.margin):
-            raise ValueError(
+            raise InputError(
                 f"{type(self.trainer).__name__} took a step without calling compute_loss_func; "
                 "the router losses would be off"
             )

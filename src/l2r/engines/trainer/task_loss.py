@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer
 
+from l2r.errors import InputError
 from l2r.routers import Router
 
 
@@ -16,7 +17,7 @@ def task_loss(
     Raises ValueError for data without labels.
     """
     if labels is None:
-        raise ValueError("the training data has no labels; the task loss needs them")
+        raise InputError("the training data has no labels; the task loss needs them")
     logits = outputs["logits"]
     if logits.dim() == 3:
         loss: Tensor = model.loss_function(
@@ -47,7 +48,7 @@ def check_gradient(model: nn.Module, logits: list[Tensor]) -> None:
     routers = [module for module in model.modules() if isinstance(module, Router)]
     trained = any(p.requires_grad for router in routers for p in router.parameters())
     if trained and not all(layer.requires_grad for layer in logits):
-        raise ValueError(
+        raise InputError(
             "router outputs carry no gradient, so their losses would be off; activation "
             "checkpointing needs activation_checkpointing_kwargs={'use_reentrant': False}"
         )

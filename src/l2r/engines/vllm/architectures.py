@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from l2r.errors import InputError
 from l2r.hf.swap import as_stock_configuration, our_architecture, stock_architectures
 from l2r.transformers_hook import PREFIX
 
@@ -93,7 +94,7 @@ def has_class(model: str | Path, values: Mapping[str, Any], *, trust_remote_code
     how = "run the folder's code in vLLM's Transformers backend with --trust-remote-code"
     if not _brings_code(values):
         how = f"l2r export {model} --out NEW; vllm serve NEW --trust-remote-code"
-    raise ValueError(f"vLLM {vllm.__version__} has no class of its own for {name[3:]}: {how}")
+    raise InputError(f"vLLM {vllm.__version__} has no class of its own for {name[3:]}: {how}")
 
 
 def _brings_code(values: Mapping[str, Any]) -> bool:

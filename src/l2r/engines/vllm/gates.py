@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r.engines.vllm.selecting import tell
+from l2r.errors import InputError
 from l2r.hf.swap import family_selection
 from l2r.routers import Router, RouterConfig, build_router
 
@@ -61,7 +62,7 @@ class Gates:
     def __init__(self, config: Any, stock: str) -> None:
         for name, value in _CONSTANTS.get(stock, {}).items():
             if (actual := getattr(config, name, value)) != value:
-                raise ValueError(f"{name} must be {value} in vLLM's {stock}; got {name}={actual}")
+                raise InputError(f"{name} must be {value} in vLLM's {stock}; got {name}={actual}")
         self._config = config
         # Router and "family" or "router", whose selection counts, by layer.
         self._entries: dict[int, tuple[Mapping[str, Any], str]] = {}
@@ -72,7 +73,7 @@ class Gates:
             entry = (swap["router"], "router" if own else swap["selection"])
             self._entries |= dict.fromkeys(swap["layers"], entry)
         if not self._entries:
-            raise ValueError("config.json must have l2r_swap or router to be served as ours")
+            raise InputError("config.json must have l2r_swap or router to be served as ours")
         self._gates: dict[str, LogitsGate] = {}  # by the name of the MoE layer
         self._targets: dict[tuple[int, str], Tensor] = {}  # by layer and name in the router
 
@@ -109,7 +110,7 @@ class Gates:
         if layer not in self._entries:
             return dict(settings)
         if settings.get("shared_expert_gate") is not None:
-            raise ValueError(f"vLLM fuses the gates of {name}; turn fused shared experts off")
+            raise InputError(f"vLLM fuses the gates of {name}; turn fused shared experts off")
         config, selection = self._entries[layer]
         router = build_router(
             RouterConfig.from_dict(config),
@@ -142,16 +143,16 @@ class Gates:
             block = model.get_submodule(path.rpartition(".")[0])
             place = [n for n in _NAMES if isinstance(getattr(block, n, None), LinearBase)]
             if not place:
-                raise ValueError(f"{type(block).__name__} has no gate named gate or router")
+                raise InputError(f"{type(block).__name__} has no gate named gate or router")
             if place[0] == "router" and current_platform.is_rocm():
-                raise ValueError(f"{type(block).__name__} reads router.weight itself on ROCm")
+                raise InputError(f"{type(block).__name__} reads router.weight itself on ROCm")
             layer = _layer(runner.layer_name)
             _replace(block, place[0], gate)
             for key, value in gate.router.state_dict(keep_vars=True).items():
                 self._targets[layer, key] = value
         built = {layer for layer, _ in self._targets}
         if len(built) != len(self._gates) or not built:
-            raise ValueError(f"vLLM's model must have an MoE layer a swapped router; got {built}")
+            raise InputError(f"vLLM's model must have an MoE layer a swapped router; got {built}")
 
     @torch.no_grad()
     def load(
@@ -180,14 +181,14 @@ class Gates:
                     target = self._targets[place]
                     if target.shape != value.shape:
                         sizes = f"{list(target.shape)}; got {list(value.shape)}"
-                        raise ValueError(f"{name} must have shape {sizes}")
+                        raise InputError(f"{name} must have shape {sizes}")
                     target.copy_(value)
                     seen.add(place)
 
         loaded = rest(others())
         missing = sorted(self._targets.keys() - seen)
         if missing:
-            raise ValueError(f"the checkpoint lacks tensors of routers: {missing[:3]}")
+            raise InputError(f"the checkpoint lacks tensors of routers: {missing[:3]}")
         if loaded is None:
             return None
         mine = {id(value) for value in self._targets.values()}

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from l2r.engines.vllm.steps import Scheduled, Steps
+from l2r.errors import InputError
 
 EXTENSION = "l2r.engines.vllm.recording.RecordsRoutes"
 
@@ -33,7 +34,7 @@ class RecordsRoutes:
         """Record from now on. Raises ValueError for a setting under which it would be wrong."""
         runner = self.model_runner
         if getattr(self, "_routes_recorder", None) is not None:
-            raise ValueError("routes are being recorded already; end the other block first")
+            raise InputError("routes are being recorded already; end the other block first")
         self._routes_recorder = _Recorder(runner)
 
     def recorded_routes(self) -> list[tuple[str, bytes, bytes]]:
@@ -68,7 +69,7 @@ class Recording:
                 name = self._name(output.request_id, completion.index, len(output.outputs))
                 experts, known = self._by_name.pop(name)
                 if len(known) < tokens - 1 or not known[: tokens - 1].all():
-                    raise ValueError(
+                    raise InputError(
                         f"request {output.request_id} has tokens whose experts were not recorded"
                     )
                 completion.routed_experts = experts[: tokens - 1]
@@ -79,7 +80,7 @@ class Recording:
         pattern = re.compile(re.escape(f"{number}{request}") + r"(-[0-9a-f]{8})?")
         names = [name for name in self._by_name if pattern.fullmatch(name)]
         if not names:
-            raise ValueError(f"request {request} was not generated in the block that records")
+            raise InputError(f"request {request} was not generated in the block that records")
         return names[-1]
 
 
@@ -93,7 +94,7 @@ def recording(llm: Any) -> Iterator[Recording]:
     """
     parallel = llm.llm_engine.vllm_config.parallel_config
     if parallel.worker_extension_cls != EXTENSION:
-        raise ValueError(
+        raise InputError(
             f"worker_extension_cls must be {EXTENSION!r} to record; "
             f"got {parallel.worker_extension_cls!r}"
         )
@@ -126,7 +127,7 @@ def check_settings(config: Any) -> None:
     for name, (value, needed) in wanted.items():
         if value != needed:
             hint = " (enforce_eager=True)" if name == "cudagraph_mode" else ""
-            raise ValueError(f"{name} must be {needed} to record routes{hint}; got {value}")
+            raise InputError(f"{name} must be {needed} to record routes{hint}; got {value}")
 
 
 class _Recorder:
@@ -148,11 +149,11 @@ class _Recorder:
         self._routers = [m for m in runner.get_model().modules() if isinstance(m, MoERunner)]
         for module in self._routers:
             if not isinstance(module.router, BaseRouter):
-                raise ValueError(
+                raise InputError(
                     f"routes must come from a router of vLLM's; got {type(module.router).__name__}"
                 )
         if not self._routers:
-            raise ValueError("the model has no MoE layer of vLLM's")
+            raise InputError("the model has no MoE layer of vLLM's")
         for module in self._routers:
             module.router.set_capture_fn(partial(self._capture, module.layer_id))
         self._forward = runner._model_forward

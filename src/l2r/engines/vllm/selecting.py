@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from l2r.errors import InputError
 from l2r.routers import Router
 from l2r.routers.selection_rule import Selection
 
@@ -69,14 +70,14 @@ def tell(
     if rule.family is not None and (rule.bias is not None or rule.block_bias):
         bias = settings.get("e_score_correction_bias")
         if bias is None:
-            raise ValueError(f"{layer} reads no selection bias in vLLM; the checkpoint has {rule}")
+            raise InputError(f"{layer} reads no selection bias in vLLM; the checkpoint has {rule}")
         rule = dataclasses.replace(rule, bias=None, block_bias=True)
     for choice in _choices(settings, router, rule, bias):
         if agrees(choice, router, rule):
             if choice.get("custom_routing_function") is not settings.get("custom_routing_function"):
                 logger.info("%s chooses experts by the checkpoint's rule in torch, %s", layer, rule)
             return dict(choice)
-    raise ValueError(f"{layer} cannot be told to choose as the checkpoint: {rule}")
+    raise InputError(f"{layer} cannot be told to choose as the checkpoint: {rule}")
 
 
 def _choices(

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
+from l2r.errors import InputError
+
 
 class Scheduled(NamedTuple):
     """Tokens of a request in a step.
@@ -48,7 +50,7 @@ class Steps:
         """
         total = sum(request.tokens for request in requests)
         if len(experts) < total:
-            raise ValueError(f"a step of {total} tokens must have as many rows; got {len(experts)}")
+            raise InputError(f"a step of {total} tokens must have as many rows; got {len(experts)}")
         row = 0
         for name, first, count, slots in requests:
             rows = experts[row : row + count].astype(self._kind)
@@ -74,7 +76,7 @@ class Steps:
         Raises ValueError for a request that no step had.
         """
         if name not in self._requests:
-            raise ValueError(f"no step had a request {name!r}")
+            raise InputError(f"no step had a request {name!r}")
         parts = self._requests[name]
         end = max(first + len(rows) for first, rows, _ in parts)
         experts, known = np.zeros((end, *self._shape), self._kind), np.zeros(end, bool)

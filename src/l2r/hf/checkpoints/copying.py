@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME
 
+from l2r.errors import InputError
 from l2r.hf.checkpoints.folders import checkpoint_folder
 from l2r.hf.checkpoints.pretrained import cannot_load, load_pretrained, meta_model, save_model
 from l2r.hf.models.layouts import check_layout, check_version, layout_of
@@ -174,7 +175,7 @@ class CheckpointCopy:
                 dropped[path][name] = place
         lacking = [path for path, places in dropped.items() if not places]
         if lacking:
-            raise ValueError(f"weights are missing (of {named(lacking)})")
+            raise InputError(f"weights are missing (of {named(lacking)})")
         drawn = {
             place: path
             for path in replaced
@@ -187,7 +188,7 @@ class CheckpointCopy:
         for place, path in drawn.items():
             good = [name for name in near[place] if found[name] == place]
             if not good:
-                raise ValueError(f"no name in files leads to {place}, please report it")
+                raise ValueError(f"no name in files leads to {place}")
             written[good[0]] = (new[place].detach(), next(iter(dropped[path])))
         return {name for places in dropped.values() for name in places}, written
 
@@ -222,7 +223,7 @@ class CheckpointCopy:
         fields = [n for n in {**before, **after} if _json(before.get(n)) != _json(after.get(n))]
         if wrong["changed"] or fields:
             raise ValueError(
-                f"the copy would differ from {self._folder} besides the routers, please report it: "
+                f"the copy would differ from {self._folder} besides the routers: "
                 f"{named(sorted([*wrong['changed'], *fields]))}"
             )
 

@@ -13,6 +13,7 @@ import torch
 from transformers import OlmoeForCausalLM
 
 from l2r._version import __version__
+from l2r.errors import InputError
 from l2r.hf.checkpoints.pretrained import save_model
 from l2r.hf.checkpoints.source_files import file_stem, source_files
 from l2r.hf.models import transformers_tables
@@ -80,7 +81,7 @@ def remote_code(model: Any) -> tuple[dict[str, str], dict[str, str]]:
     config_class = type(model.config)
     classes = {auto.__name__: kind for auto, kind in auto_models(config_class)}
     if not routers or type(model) not in classes.values():
-        raise ValueError(
+        raise InputError(
             "model must be of a family of transformers or ours, with routers of ours; got "
             f"{type(model).__name__} with {len(routers)} of them"
         )
@@ -156,7 +157,7 @@ def as_l2r_olmoe(model: Any) -> Any:
     weights, places = model.state_dict(), ours.state_dict(keep_vars=True)
     odd = sorted(weights.keys() ^ places.keys())
     if odd:
-        raise ValueError(f"the model's tensors must be those of an OLMoE; got {', '.join(odd[:3])}")
+        raise InputError(f"the model's tensors must be those of an OLMoE; got {', '.join(odd[:3])}")
     for name, place in places.items():
         own = weights[name]
         place.data = place.data.to(own.dtype) if place.is_meta else own.clone()

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from l2r.errors import InputError
 from l2r.runs.folder import RunFolder
 from l2r.runs.reading import read_json, refuse_pointer
 
@@ -55,9 +56,9 @@ def checkpoint_folder(path: str | Path) -> Path:
             for file in (*weights, *others):
                 refuse_pointer(file)
             if not weights and (words := _other_layout(folder)):
-                raise ValueError(words)
+                raise InputError(words)
             return folder
-    raise ValueError(
+    raise InputError(
         _other_layout(Path(path))
         or f"checkpoint must be a folder with config.json or model/config.json; got {path}"
     )
@@ -103,14 +104,14 @@ def averaged_folder(path: str | Path) -> Path:
     """The folder of the moving average of a run's weights. Raises ValueError where it has none."""
     folder = Path(path) / "model-ema"
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{path} holds no averaged weights; train with training.ema_decay > 0")
+        raise InputError(f"{path} holds no averaged weights; train with training.ema_decay > 0")
     return folder
 
 
 def check_is_language_model(folder: Path, path: str | Path) -> None:
     """Raise ValueError where a folder, called ``path`` by its user, holds an image classifier."""
     if is_image_classifier(folder):
-        raise ValueError(f"{path} holds an image classifier, not a language model")
+        raise InputError(f"{path} holds an image classifier, not a language model")
 
 
 def has_tokenizer(path: str | Path) -> bool:
@@ -168,7 +169,7 @@ def check_reads(path: str | Path, data: str | Path | None) -> None:
     if not is_image_classifier(path):
         check_reads_text(path, data, option="--data")
     elif data is None and not RunFolder(path).is_run():
-        raise ValueError(f"{path} is no run folder, so --data must name images")
+        raise InputError(f"{path} is no run folder, so --data must name images")
 
 
 def check_reads_text(
@@ -183,7 +184,7 @@ def check_reads_text(
     if is_tokens or has_tokenizer(path):
         return
     or_tokens = f", or pass a folder of token files as {option}" if option else ""
-    raise ValueError(
+    raise InputError(
         "the checkpoint has no tokenizer to read text with: put its tokenizer.json into "
         f"{checkpoint_folder(path)}{or_tokens}"
     )

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+from l2r.errors import InputError, blames_input
+
 T = TypeVar("T")
 
 _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
@@ -26,13 +28,13 @@ def tokenizer_errors() -> Iterator[None]:
     """Raise ValueError, in one line, for an error of a tokenizer inside the block."""
     try:
         yield
-    except (ValueError, OSError, MemoryError):
+    except (InputError, OSError, MemoryError):
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and not _is_panic(error):
+        if not (_is_panic(error) or (isinstance(error, Exception) and blames_input(error))):
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"the tokenizer fails: {reason}") from error
+        raise InputError(f"the tokenizer fails: {reason}") from error
 
 
 def token_ids(tokenizer: Any, text: Any, **options: Any) -> Any:
@@ -60,13 +62,13 @@ def open_tokenizer(read: Callable[[], T]) -> T:
         padding = getattr(fast, "padding", None) or {}
         for field in ("length", "pad_to_multiple_of"):
             if (padding.get(field) or 0) > _MOST_PADDING:
-                raise ValueError(
+                raise InputError(
                     f"the tokenizer's padding must have {field} <= {_MOST_PADDING:,}; "
                     f"got {padding[field]:,}"
                 )
         longest = getattr(tokenizer, "model_max_length", 0)
         if not isinstance(longest, int | float):
-            raise ValueError(f"model_max_length must be a number; got {longest!r:.80}")
+            raise InputError(f"model_max_length must be a number; got {longest!r:.80}")
         with suppress(Exception):  # words that it lacks are no fault of a tokenizer
             if hasattr(fast, "encode_batch_fast"):
                 fast.decode(fast.encode(_PROBE).ids)
@@ -78,7 +80,7 @@ def open_tokenizer(read: Callable[[], T]) -> T:
 def _check_part(part: str, value: Any) -> None:
     steps = list(_steps(value))
     if len(steps) > _MOST_STEPS:
-        raise ValueError(f"the tokenizer's {part} must have <= {_MOST_STEPS:,} steps")
+        raise InputError(f"the tokenizer's {part} must have <= {_MOST_STEPS:,} steps")
     growth = 1.0
     for step in steps:
         if isinstance(step.get("content"), str):  # replaces a pattern
@@ -88,7 +90,7 @@ def _check_part(part: str, value: Any) -> None:
         elif isinstance(step.get("prepend"), str):
             growth *= max(1, len(step["prepend"]) / 16)  # a text's words are longer than that
     if growth > _MOST_GROWTH:
-        raise ValueError(
+        raise InputError(
             f"the tokenizer's {part} makes a text more than {_MOST_GROWTH:,} times longer"
         )
 

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from l2r.errors import InputError, blames_input
 from l2r.hf.checkpoints.folders import checkpoint_folder
 
 _FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.safetensors", "README.md")
@@ -27,11 +28,11 @@ def local_checkpoint(
     path, name = Path(checkpoint), str(checkpoint)
     if path.exists():
         if revision is not None:
-            raise ValueError(f"revision is for hub ids; got revision={revision!r} with {path}")
+            raise InputError(f"revision is for hub ids; got revision={revision!r} with {path}")
         checkpoint_folder(path)
         return path
     if not _HUB_ID.fullmatch(name):
-        raise ValueError(
+        raise InputError(
             f"checkpoint must be a folder with config.json, a run or a hub id; got {name}"
         )
     return _from_hub(name, revision, [*_FILES, *(["*.py"] if code else [])])
@@ -45,8 +46,10 @@ def _from_hub(name: str, revision: str | None, files: list[str]) -> Path:
         if not any(folder.glob("*.safetensors")):
             _snapshot(name, revision, [*files, *_PICKLED])
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        if not blames_input(error):
+            raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(
+        raise InputError(
             "checkpoint must be a folder with config.json, a run or a hub id; there is no folder "
             f"{name}, and of the hub: {reason}"
         ) from error

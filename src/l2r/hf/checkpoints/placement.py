@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from l2r.errors import InputError
 from l2r.hf.models.layouts import Layout, layout_of
 from l2r.machine import available_memory, device_name, pick_device
 from l2r.runs.reading import indexed_files
@@ -38,7 +39,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
+            raise InputError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
         device_name(self.device)
         self._check_map(device_name)
 
@@ -88,7 +89,7 @@ class Placement:
         """Raise ValueError for weights that are computed as codes: none of them stays on disk."""
         layout = layout_of(folder)
         if layout is not None and layout.packed:
-            raise ValueError(
+            raise InputError(
                 f"weights of {weight_bytes(folder, self.dtype) / 1e9:.1f} GB do not fit into "
                 f"{available_memory() / 1e9:.1f} GB of free memory, and {layout.name} weights "
                 "cannot stay on disk"
@@ -117,7 +118,7 @@ class Placement:
         except ValueError:
             places = None
         if not isinstance(places, dict) or not places or "auto" in places.values():
-            raise ValueError(
+            raise InputError(
                 f"device_map must be one of {', '.join(_MAPS)} or the JSON of modules and their "
                 f'devices, such as {{"model": "cpu", "lm_head": "disk"}}; got {text!r}'
             )
@@ -130,8 +131,8 @@ class Placement:
             if place != "disk":
                 try:
                     check(f"cuda:{place}" if isinstance(place, int) else str(place))
-                except ValueError as error:
-                    raise ValueError(f"device_map: {error}") from None
+                except InputError as error:
+                    raise InputError(f"device_map: {error}") from None
 
 
 class WeightSizes(NamedTuple):

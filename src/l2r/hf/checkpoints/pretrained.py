@@ -17,6 +17,7 @@ from transformers import (
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from l2r.errors import InputError, blames_input
 from l2r.hf.checkpoints.folders import (
     checkpoint_folder,
     classifies_images,
@@ -82,7 +83,7 @@ def load_pretrained(
         kind = "an image classifier" if classifies_images(config.architectures) else kind
         swaps = getattr(config, "l2r_swap", None)
         if swaps and "config" in options:
-            raise ValueError(
+            raise InputError(
                 "config of a swapped model is that of its folder; pass fields of it by their names"
             )
         if swaps:
@@ -121,7 +122,7 @@ def model_like(config: olmoe.L2rOlmoeConfig, path: str | Path) -> Any:
     expected, actual = _fields(config), _fields(model.config)
     for name, value in expected.items():
         if actual.get(name) != value:
-            raise ValueError(
+            raise InputError(
                 f"init_from must hold a model like the recipe's: {name} is {actual.get(name)} in "
                 f"{path}, {value} in the recipe"
             )
@@ -199,14 +200,19 @@ def _write_weights(model: Any, folder: Path) -> None:
         model.save_pretrained(folder, max_shard_size=_SHARD)
 
 
-def cannot_load(what: str, folder: Path, error: Exception) -> ValueError:
-    """The error of a folder that cannot be loaded; transformers' own words say why."""
+def cannot_load(what: str, folder: Path, error: Exception) -> Exception:
+    """The InputError of a folder that cannot be loaded; transformers' own words say why.
+
+    What a line of this package raised, and is no InputError, is a bug: the error as it is.
+    """
+    if not blames_input(error):
+        return error
     if "trust_remote_code" in str(error):
-        return ValueError(
+        return InputError(
             f"cannot load {what} from {folder}: it needs code that the folder brings; read that "
             "code, and if you trust it pass --trust-remote-code (trust_remote_code=True)"
         )
-    return ValueError(f"cannot load {what} from {folder}: {error or type(error).__name__}")
+    return InputError(f"cannot load {what} from {folder}: {error or type(error).__name__}")
 
 
 def _reading_part(config: Any) -> Any:
@@ -229,7 +235,7 @@ def _auto_class(config: Any) -> Any:
         return (wrote or known)[0]
     if getattr(config, "auto_map", None):
         return AutoModelForCausalLM
-    raise ValueError(
+    raise InputError(
         f"neither a causal language model nor an image classifier: model_type "
         f"{config.model_type!r}, architectures {config.architectures}"
     )
@@ -243,13 +249,13 @@ def _check_choices(model: Any) -> None:
     for site in find_sites(model):
         chosen, experts = site.sizes["top_k"], site.sizes["num_experts"]
         if not 1 <= chosen <= experts:
-            raise ValueError(
+            raise InputError(
                 f"experts per token must lie between 1 and the {experts} of {site.path}; "
                 f"got {chosen}"
             )
         kind = next(filter(None, map(packing, site.router.parameters())), "")
         if kind and not _runs(site, model.dtype):
-            raise ValueError(
+            raise InputError(
                 f"the router {site.path} is packed ({kind}), and transformers' "
                 f"{type(site.router).__name__} cannot compute with it; quantize again without the "
                 "routers (llm_int8_skip_modules, modules_to_not_convert)"

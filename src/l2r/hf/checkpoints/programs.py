@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from l2r.errors import InputError, blames_input
 from l2r.hf.models.card import Loading, python_block, write_card
 from l2r.kernels import dispatch
 from l2r.runs.atomic import new_folder
@@ -58,7 +59,7 @@ def export_program(
     ``tolerance`` times the largest logit (or 1); nothing is left then.
     """
     if form not in PROGRAM_FORMS:
-        raise ValueError(f"format must be one of {', '.join(PROGRAM_FORMS)}; got {form!r}")
+        raise InputError(f"format must be one of {', '.join(PROGRAM_FORMS)}; got {form!r}")
     if form == "onnx":  # missing packages are named before anything is traced
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
@@ -72,12 +73,14 @@ def export_program(
             run = PROGRAM_FORMS[form](_trace(model, samples[0]), folder)
             outputs = [run(ids) for ids in samples]
         except Exception as error:  # each exporter raises other kinds of errors
+            if not blames_input(error):
+                raise
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise ValueError(f"{form} export of {type(model).__name__} failed: {first}") from error
+            raise InputError(f"{form} export of {type(model).__name__} failed: {first}") from error
         apart = [a - b for a, b in zip(outputs, expected, strict=True)]
         agreement = Agreement(_largest(apart), _largest(expected))
         if not agreement.difference <= tolerance * max(1.0, agreement.largest):
-            raise ValueError(
+            raise InputError(
                 f"logits of the {form} program must be within tolerance={tolerance:g} of the "
                 f"largest, {agreement.largest:.3g}; they differ by {agreement.difference:.3g}"
             )
@@ -99,7 +102,7 @@ def _check_compiler() -> None:
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
-        raise ValueError(f"aoti needs a C++ compiler; install g++ or set CXX ({error})") from error
+        raise InputError(f"aoti needs a C++ compiler; install g++ or set CXX ({error})") from error
 
 
 def _samples(model: Any) -> list[Tensor]:

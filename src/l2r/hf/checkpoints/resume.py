@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import load_state_dict
 
+from l2r.errors import InputError, blames_input
 from l2r.hf.models.weight_files import UNEVEN, files_of_weights, refuse, uneven_experts
 from l2r.hf.swap.sites import find_sites
 
@@ -47,8 +48,8 @@ def load_whole(trainer: Any, checkpoint: str | Path) -> bool:
     places = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     try:
         _check(model, places, _stored(files, "meta"))
-    except ValueError as error:
-        raise ValueError(
+    except InputError as error:
+        raise InputError(
             f"{checkpoint} does not hold this {type(model).__name__} whole: {error}"
         ) from error
     with torch.no_grad():
@@ -135,7 +136,9 @@ def _converted(
         try:
             tensors = group.convert(name, model=model, config=model.config)
         except (RuntimeError, ValueError) as error:
-            raise ValueError(f"{name} cannot be put together: {error}") from error
+            if not blames_input(error):
+                raise
+            raise InputError(f"{name} cannot be put together: {error}") from error
         for built, tensor in tensors.items():
             yield built, tensor[0] if isinstance(tensor, list) else tensor
 

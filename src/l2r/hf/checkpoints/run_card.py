@@ -13,7 +13,7 @@ from l2r.hf.models.card import CARD, is_untouched, table, write_card
 from l2r.runs.diagnosis import is_diagnosed, read_diagnosis
 from l2r.runs.final_losses import final_losses
 from l2r.runs.folder import RunFolder
-from l2r.runs.reading import files_of
+from l2r.runs.shapes import files_of
 
 _ROUTING = (  # of a diagnosis, by the names of docs/diagnostics.md
     ("routing gain, of the whole model", "routing_gain"),
@@ -40,7 +40,7 @@ def run_sections(run: RunFolder | None, *, averaged: bool = False) -> tuple[str,
     """Sections of the card, in Markdown; ``averaged`` weights share the run but not its numbers."""
     if run is None:
         return ()
-    with files_of(run.path):
+    with files_of([run]):
         told = (
             _training(run, averaged=averaged),
             "" if averaged else _routing(run),

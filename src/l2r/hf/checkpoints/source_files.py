@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 
+from l2r.errors import InputError
 from l2r.kernels import dispatch, plain
 
 _INSTALLED = ("torch", "transformers", "numpy", "safetensors")  # needed by every exported folder
@@ -80,7 +81,7 @@ def source_files(modules: Sequence[str]) -> dict[str, str]:
         name = f"{file_stem(module)}.py"
         if owners.setdefault(name, module) != module:
             both = " and ".join(sorted((owners[name], module)))
-            raise ValueError(f"{name} of the export would be two files, {both}; rename yours")
+            raise InputError(f"{name} of the export would be two files, {both}; rename yours")
         if name not in files:
             files[name], imported = _rewritten(module)
             pending += imported
@@ -100,20 +101,20 @@ def _rewritten(module: str) -> tuple[str, list[str]]:
         title = f'"""Stand-in for {module}."""\n'
         return title + source, ["l2r.kernels.plain"] if "kernels_plain" in source else []
     if module == "__main__":
-        raise ValueError(
+        raise InputError(
             "an export copies the file of a router, and this router's module is __main__, the "
             f"program that runs; move its class to a file of its own (allowed there: {_ALLOWED})"
         )
     try:
         source = inspect.getsource(importlib.import_module(module))
     except (OSError, TypeError) as error:
-        raise ValueError(f"an export copies the file of {module}, which has none") from error
+        raise InputError(f"an export copies the file of {module}, which has none") from error
     lines, imported = source.splitlines(), []
     tree = ast.parse(source)
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     for node in sorted(nodes, key=lambda node: -node.lineno):
         if not _can_be_kept(node, own=not module.startswith("l2r.")) or not _fills(node, lines):
-            raise ValueError(
+            raise InputError(
                 f"an export cannot copy {inspect.getsourcefile(importlib.import_module(module))}, "
                 f"line {node.lineno}: {ast.unparse(node)}; allowed, on lines of their own: "
                 f"{_ALLOWED}"

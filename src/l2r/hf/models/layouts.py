@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from l2r.errors import InputError
 from l2r.hf.models.quantized import quantization_method, quantization_values
 from l2r.runs.reading import read_json
 
@@ -72,7 +73,7 @@ class Layout:
     def check_dtype(self, dtype: str) -> None:
         """Raise ValueError for a dtype in which only a part of the weights would be read."""
         if dtype not in ("auto", self.dtype) and not self.takes_any_dtype:
-            raise ValueError(
+            raise InputError(
                 f"dtype must be auto or {self.dtype} for {self.name} weights: another leaves a "
                 f"part of the model in {self.dtype}; got {dtype}"
             )
@@ -80,7 +81,7 @@ class Layout:
     def check_arithmetic(self, name: str) -> None:
         """Raise ValueError where weights cannot be rounded once more, to ``name``."""
         if not self.takes_any_dtype:
-            raise ValueError(
+            raise InputError(
                 f"against {name} has no meaning for {self.name} weights, which are codes already "
                 f"and computed in {short(self.dtype)}; compare with another checkpoint, a file of "
                 "routes or an engine"
@@ -150,7 +151,7 @@ def check_layout(folder: Path, dtype: Any, names: Iterable[str]) -> None:
     of the tensors in the files.
     """
     if (folder / ADAPTER).is_file():
-        raise ValueError(
+        raise InputError(
             f"it holds an adapter beside the weights ({ADAPTER}), of which a model may or may not "
             "be meant; merge the two into a copy (peft's merge_and_unload) and take that, or move "
             f"{ADAPTER} elsewhere"
@@ -165,21 +166,21 @@ def check_layout(folder: Path, dtype: Any, names: Iterable[str]) -> None:
     known = {re.sub("_[48]bit$", "", name) for name in AUTO_QUANTIZATION_CONFIG_MAPPING}
     if layout.method not in known:
         values = _plain(", ".join(map(str, quantization_values(config))) or "nothing")
-        raise ValueError(
+        raise InputError(
             f"the weights are quantized by {layout.name!r}, which transformers {__version__} "
             f"does not know (quantization_config has {values}); take the checkpoint that they were "
             "quantized from"
         )
     experts = [n for n in names if re.search(r"\.experts\.\d+\..+\.qweight$", n)]
     if experts:
-        raise ValueError(
+        raise InputError(
             f"the experts are packed one by one in {layout.name} ({experts[0]}), and transformers "
             f"{__version__} does not read those; take the checkpoint that they were quantized from"
         )
     packages = _PACKAGES.get(layout.method, ())
     missing = [name for name in packages if not _is_installed(name)]
     if missing:
-        raise ValueError(
+        raise InputError(
             f"{layout.name} weights need {' and '.join(missing)}: pip install {' '.join(missing)}"
         )
     layout.check_dtype("auto" if dtype is None else str(dtype).removeprefix("torch."))
@@ -213,7 +214,7 @@ def check_blocks(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
         for count, length, block in zip(scales, shapes[weight], size, strict=True):
             if 1 < count == -(-length // block) and length % block:  # others have another form
                 rows, columns = shapes[weight]
-                raise ValueError(
+                raise InputError(
                     f"{weight} is {rows} x {columns}, no whole blocks of {size[0]} x {size[1]}, "
                     "and without a GPU for fp8 transformers unpacks whole blocks alone; take a "
                     "copy of the checkpoint in bf16"
@@ -234,7 +235,7 @@ def check_unpacked(model: Any, name: str) -> None:
     """Raise ValueError for a model with packed weights, which cannot be rounded to ``name``."""
     for path, parameter in model.named_parameters():
         if kind := packing(parameter):
-            raise ValueError(
+            raise InputError(
                 f"{name} arithmetic has no meaning for packed weights; {path} is in {kind}"
             )
 
@@ -303,7 +304,7 @@ def check_version(names: Iterable[str]) -> None:
     """Raise ValueError for single experts or routers that transformers 4 packed one by one."""
     packed = packed_by_transformers_4(names)
     if packed:
-        raise ValueError(
+        raise InputError(
             f"its experts and routers were packed one by one by transformers 4 ({packed[0]} and "
             f"{len(packed) - 1} more), and transformers 5 keeps them whole; take the checkpoint "
             "that it was quantized from, or write a copy with whole weights by transformers 4 "

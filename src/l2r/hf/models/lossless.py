@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import is_peft_available
 
+from l2r.errors import InputError
 from l2r.hf.models.quantized import (
     QUANTIZATION,
     packed_method,
@@ -40,14 +41,14 @@ def check_whole_weights(folder: Path, name: str | Path) -> None:
     """Refuse quantized weights in a folder, called ``name`` by its user, of which all change."""
     method = quantization_method(_config(folder))
     if method:
-        raise ValueError(f"{name} {_lost_packed(method, name)}")
+        raise InputError(f"{name} {_lost_packed(method, name)}")
 
 
 def check_parts(model: nn.Module, folder: Path, name: str | Path) -> None:
     """Refuse a model that is one part of the wrapper in ``folder``. Raises ValueError."""
     lost = _lost_parts(model, folder)
     if lost:
-        raise ValueError(f"{name} {lost}")
+        raise InputError(f"{name} {lost}")
 
 
 def check_whole(
@@ -69,10 +70,10 @@ def check_whole(
     found = places(model, stored, replaced)
     aside = [n for n, place in found.items() if place is None]
     if aside:
-        raise ValueError(f"{name} {_lost_tensors(aside)}")
+        raise InputError(f"{name} {_lost_tensors(aside)}")
     narrow = [n for n, own in found.items() if own is not None and is_narrower(own, stored[n])]
     if narrow and not rounded:
-        raise ValueError(
+        raise InputError(
             f"{name} holds tensors in a wider dtype than the model's ({named(narrow)}), which "
             "would be rounded; pass --dtype float32 to keep their values, or another to round them"
         )
@@ -97,7 +98,7 @@ def check_save(model: Any, *, save_original_format: bool = True, **others: Any) 
     """
     lost = save_refusal(model, save_original_format=save_original_format)
     if lost:
-        raise ValueError(f"cannot save this {type(model).__name__}: {lost}")
+        raise InputError(f"cannot save this {type(model).__name__}: {lost}")
 
 
 def save_refusal(model: nn.Module, *, save_original_format: bool = True) -> str | None:

@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from l2r.errors import InputError
+
 _PACKAGE = (
     "The routers of this checkpoint need the Python package l2r-moe (pip install 'l2r-moe[lm]', "
     "then import l2r)"
@@ -113,7 +115,7 @@ def check_given_config(path: Any, config: Any, options: Mapping[str, Any]) -> No
     given = {"model_type": config.model_type, "l2r_swap": getattr(config, "l2r_swap", None)}
     ours = str(there.get("model_type", "")).startswith("l2r_") or there.get("l2r_swap")
     if ours and _routers(there) != _routers(given):
-        raise ValueError(
+        raise InputError(
             f"{path} holds a model of type {there.get('model_type')} with routers of l2r, which "
             f"the given config, of type {config.model_type}, does not build: they would be drawn "
             f"at random; leave config out, or take AutoConfig.from_pretrained({str(path)!r})"

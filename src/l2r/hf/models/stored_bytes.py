@@ -15,6 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from l2r.errors import InputError
+
 _PIECE = 1 << 24  # bytes in memory at a time
 _ALIGNED = 8  # where the first tensor begins, so that all may be mapped
 _NAMES = {  # in headers, of the dtypes of pickled tensors
@@ -43,7 +45,7 @@ def stored_tensors(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         with safe_open(file, "pt"):  # checks the header and the length of the file
             pass
     except SafetensorError as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
+        raise InputError(f"{file} cannot be read: {error}") from error
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
@@ -85,7 +87,7 @@ def described(tensor: Stored | Tensor) -> tuple[str, tuple[int, ...], int]:
     if isinstance(tensor, Stored):
         return tensor.dtype, tensor.shape, tensor.size
     if tensor.dtype not in _NAMES:
-        raise ValueError(f"tensors must be of {', '.join(_NAMES.values())}; got {tensor.dtype}")
+        raise InputError(f"tensors must be of {', '.join(_NAMES.values())}; got {tensor.dtype}")
     return _NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes
 
 
@@ -101,7 +103,7 @@ def pieces(tensor: Stored | Tensor) -> Iterator[memoryview | bytes]:
         while left:
             piece = stream.read(min(left, _PIECE))
             if not piece:
-                raise ValueError(f"{tensor.file} has become shorter while it was read")
+                raise InputError(f"{tensor.file} has become shorter while it was read")
             left -= len(piece)
             yield piece
 

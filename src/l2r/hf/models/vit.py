@@ -20,6 +20,7 @@ from transformers import (
 from transformers.models.vit.modeling_vit import ViTAttention, ViTLayer, ViTPreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
+from l2r.errors import InputError
 from l2r.hf.models.auto_entries import add_to_auto_classes
 from l2r.hf.models.card import SavesCard
 from l2r.hf.models.initialize import attach_router, reset_missing
@@ -69,11 +70,11 @@ class L2rViTConfig(NeedsPackage, ViTConfig):
         blocks = range(max(0, depth - 4), depth) if self.moe_layers is None else self.moe_layers
         self.moe_layers = sorted(set(blocks))
         if not all(0 <= block < depth for block in self.moe_layers):
-            raise ValueError(
+            raise InputError(
                 f"moe_layers must lie between 0 and {depth - 1}; got moe_layers={list(blocks)}"
             )
         if self.moe_layers and self.hidden_act != "gelu":
-            raise ValueError(f"hidden_act must be 'gelu' with experts; got {self.hidden_act!r}")
+            raise InputError(f"hidden_act must be 'gelu' with experts; got {self.hidden_act!r}")
         self.moe_intermediate_size = self.moe_intermediate_size or self.intermediate_size
         router = self.router or {"kind": "l2r_sips"}
         if not isinstance(router, RouterConfig):
@@ -174,7 +175,7 @@ class L2rViTForImageClassification(_MoEWeights, ViTForImageClassification):
         for field in ("num_hidden_layers", "num_attention_heads", "hidden_act"):
             there, here = getattr(dense.config, field), getattr(config, field)
             if there != here:  # their weights may have the same shapes
-                raise ValueError(
+                raise InputError(
                     f"dense model and config must have the same {field}; "
                     f"{field} is {there!r} there and {here!r} here"
                 )
@@ -191,7 +192,7 @@ class L2rViTForImageClassification(_MoEWeights, ViTForImageClassification):
         for name, value in source.items():
             if name not in target or target[name].shape != value.shape:
                 ours = tuple(target[name].shape) if name in target else "nothing"
-                raise ValueError(
+                raise InputError(
                     f"dense model and config must have the same sizes; {name} is "
                     f"{tuple(value.shape)} there and {ours} here"
                 )

@@ -25,6 +25,7 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
+from l2r.errors import InputError
 from l2r.hf.models.layouts import (
     check_blocks,
     check_layout,
@@ -90,7 +91,7 @@ def read_weights(
         if "automatic conversion" not in str(error):
             raise
         refuse({UNEVEN: uneven_experts(shapes or {})})
-        raise ValueError("the matrices of the experts cannot be put together") from error
+        raise InputError("the matrices of the experts cannot be put together") from error
     if info["mismatched_keys"]:
         check_version(shapes or {})
     refuse(
@@ -124,7 +125,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     code = fields.get(CODE)
     if code is not None:
         if not trust_remote_code:
-            raise ValueError("trust_remote_code is off")
+            raise InputError("trust_remote_code is off")
         kind = get_class_from_dynamic_module(code["AutoConfig"], folder)
         kind.register_for_auto_class()
         return config_with_code(kind).from_pretrained(folder)
@@ -176,9 +177,9 @@ def _stored_shapes(folder: Path) -> Shapes | None:
                 names = stream.keys()
                 shapes |= {name: tuple(stream.get_slice(name).get_shape()) for name in names}
         except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read: {error}") from error
+            raise InputError(f"{file} cannot be read: {error}") from error
     if files and not shapes:
-        raise ValueError(f"{files[0].name} holds no tensors")
+        raise InputError(f"{files[0].name} holds no tensors")
     return shapes or None
 
 
@@ -205,9 +206,9 @@ def _check_fields(fields: Mapping[str, Any], shapes: Shapes) -> None:
             if not isinstance(value, int) or not shapes:
                 continue
             if value < least:
-                raise ValueError(f"{field} must be >= {least}; got {value}")
+                raise InputError(f"{field} must be >= {least}; got {value}")
             if value > most:
-                raise ValueError(f"{field} must be <= {most:,}, the {unit} stored; got {value}")
+                raise InputError(f"{field} must be <= {most:,}, the {unit} stored; got {value}")
     _check_counts("", fields)
 
 
@@ -218,13 +219,13 @@ def _check_counts(name: str, value: Any) -> None:
             _check_counts(key, part)
     elif isinstance(value, list):
         if len(value) > _MOST_ENTRIES:
-            raise ValueError(f"{name} must have <= {_MOST_ENTRIES:,} entries; got {len(value)}")
+            raise InputError(f"{name} must have <= {_MOST_ENTRIES:,} entries; got {len(value)}")
         for part in value:
             _check_counts(name, part)
     elif isinstance(value, int) and _COUNT.search(name):
         most = _MOST_LAYERS if _LAYER.search(name) else _MOST_ENTRIES
         if value > most:
-            raise ValueError(f"{name} must be <= {most:,}; got {value}")
+            raise InputError(f"{name} must be <= {most:,}; got {value}")
 
 
 def on_meta(architecture: Any, config: Any, *, trust_remote_code: bool = False) -> Any:
@@ -244,13 +245,13 @@ def _check_parameters(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     packed = getattr(config, "quantization_config", None) is not None
     if parameters > _SPARE + _numbers(shapes) * _TIED * (_PACKED if packed else 1):
-        raise ValueError(
+        raise InputError(
             f"config.json describes {parameters:,} parameters, and the files hold "
             f"{_numbers(shapes):,} numbers"
         )
     buffers = sum(buffer.numel() for buffer in model.buffers())
     if buffers > _BUFFERS + parameters:  # masks and positions, which no file has
-        raise ValueError(f"config.json describes buffers of {buffers:,} numbers")
+        raise InputError(f"config.json describes buffers of {buffers:,} numbers")
 
 
 def _numbers(shapes: Shapes) -> int:
@@ -307,4 +308,4 @@ def refuse(problems: Mapping[str, list[str]]) -> None:
         if names:
             parts.append(f"{problem} ({named(names)})")
     if parts:
-        raise ValueError(f"weights are {'; '.join(parts)}")
+        raise InputError(f"weights are {'; '.join(parts)}")

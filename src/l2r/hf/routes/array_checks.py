@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
+from l2r.errors import InputError
 from l2r.hf.routes.fingerprint import Fingerprint
 
 NO_ROUTE = -1  # in padded arrays: the token chooses for itself
@@ -17,7 +18,7 @@ NO_ROUTE = -1  # in padded arrays: the token chooses for itself
 def whole_numbers(name: str, values: Any) -> Int[np.ndarray, " S"]:
     array = np.asarray(values)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size) or (array < 0).any():
-        raise ValueError(
+        raise InputError(
             f"{name} must be a list of whole numbers >= 0; "
             f"got {array.dtype} of shape {list(array.shape)}"
         )
@@ -29,11 +30,11 @@ def check_positions(
 ) -> None:
     total = int(counts.sum())
     if len(positions) != total:
-        raise ValueError(f"positions must be {total}, one per route; got {len(positions)}")
+        raise InputError(f"positions must be {total}, one per route; got {len(positions)}")
     sequence = np.repeat(np.arange(len(counts)), counts)
     falls = (np.diff(positions) <= 0) & (np.diff(sequence) == 0)
     if falls.any() or (positions >= lengths[sequence]).any():
-        raise ValueError(
+        raise InputError(
             "positions must rise within each sequence and lie below its length; "
             f"got positions={positions.tolist()!s:.60}"
         )
@@ -48,7 +49,7 @@ def check_whole_routes(
         sequence, column = (int(i) for i in np.argwhere(part)[0])
         token = int(tokens[sequence, :column].sum())
         layer = int(none[sequence, column].any(axis=1).argmax())
-        raise ValueError(
+        raise InputError(
             "the experts of a token in all layers must all be -1, or none of them; "
             f"got {experts[sequence, column, layer].tolist()} of sequence {sequence}, "
             f"token {token}, layer {fingerprint.layers[layer]}"
@@ -59,7 +60,7 @@ def check_experts(experts: Int[np.ndarray, "T L K"], fingerprint: Fingerprint) -
     outside = (experts < 0) | (experts >= fingerprint.num_experts)
     if outside.any():
         token, layer, _ = (int(i) for i in np.argwhere(outside)[0])
-        raise ValueError(
+        raise InputError(
             f"experts must be between 0 and {fingerprint.num_experts - 1}; "
             f"got {experts[token, layer].tolist()} of token {token}, "
             f"layer {fingerprint.layers[layer]}"
@@ -68,7 +69,7 @@ def check_experts(experts: Int[np.ndarray, "T L K"], fingerprint: Fingerprint) -
     twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
     if twice.any():
         token, layer = (int(i) for i in np.argwhere(twice)[0])
-        raise ValueError(
+        raise InputError(
             f"a token must choose different experts; got {experts[token, layer].tolist()} "
             f"of token {token}, layer {fingerprint.layers[layer]}"
         )

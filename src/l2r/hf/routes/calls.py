@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.hf.routes.layers import unwrapped_model
 
 PADDING = -1  # number of the sequence of an input that is no token
@@ -55,7 +56,7 @@ def read_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     if cache is not None and columns is not None:
         mask = _own_columns(mask, past, rows, columns)
     if mask is not None and getattr(mask, "ndim", 0) != 2:
-        raise ValueError(
+        raise InputError(
             "attention_mask must be [rows, columns] so that routes find their tokens; got "
             f"{list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}"
         )
@@ -91,7 +92,7 @@ class Calls:
         if not inputs.past:
             return False
         if not self._rows or self._rows != inputs.rows:
-            raise ValueError(
+            raise InputError(
                 f"a call goes on with a cache of {inputs.past} tokens of {inputs.rows} rows that "
                 f"the call before it did not fill, which had {self._rows} rows; start and end "
                 "one generation inside the block"
@@ -106,7 +107,7 @@ class Calls:
         new = None
         if inputs.mask is not None:
             if inputs.mask.shape[1] not in (columns, past + columns):
-                raise ValueError(
+                raise InputError(
                     f"attention_mask must have {past + columns} columns, {past} of the cache and "
                     f"{columns} new; got {inputs.mask.shape[1]}"
                 )
@@ -125,7 +126,7 @@ class Calls:
         """
         tokens, before = inputs.mask, np.zeros(inputs.rows, np.int64)
         if tokens is not None and tokens.shape != (inputs.rows, columns):
-            raise ValueError(
+            raise InputError(
                 f"attention_mask must be [{inputs.rows}, {columns}], as the inputs are; "
                 f"got {list(tokens.shape)}"
             )
@@ -205,7 +206,7 @@ def _first_tensor(values: Mapping[str, Any]) -> Tensor:
         if isinstance(values[name], Tensor):
             tensor: Tensor = values[name]
             return tensor
-    raise ValueError(f"a call must have a tensor to be replayed; got {', '.join(values) or 'none'}")
+    raise InputError(f"a call must have a tensor to be replayed; got {', '.join(values) or 'none'}")
 
 
 def _shape(tensor: Tensor) -> tuple[int, int | None]:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.hf.models.layouts import unpack_before_calls
 from l2r.hf.routes.backward_pass import in_backward, outside_of_graphs
 from l2r.hf.routes.layers import RoutedLayer, fingerprint_of, routed_layers
@@ -57,7 +58,7 @@ class Choices:
         Raises ValueError while a call of another thread runs.
         """
         if self._open and self._caller != threading.get_ident():
-            raise ValueError(
+            raise InputError(
                 "a recorded model is called by one thread at a time; another thread's call runs"
             )
         self._caller = threading.get_ident()
@@ -92,7 +93,7 @@ class Choices:
         for layer, chosen in zip(self._layers, self._chosen, strict=True):
             part = getattr(chosen, name)
             if part is None:
-                raise ValueError(
+                raise InputError(
                     f"the router of layer {layer.layer} ({layer.sites[0].path}) was not called"
                 )
             parts.append(part)
@@ -106,7 +107,7 @@ class Choices:
             if self._open:
                 _, weights, indices = routed(router, output)
                 if chosen.indices is not None:
-                    raise ValueError(
+                    raise InputError(
                         f"the router of layer {layer.layer} was called twice in a call: its layers "
                         "run in a loop, and a token has no single route"
                     )
@@ -123,7 +124,7 @@ class Choices:
 @outside_of_graphs
 def _check_recomputed(layer: RoutedLayer) -> None:
     if not in_backward():
-        raise ValueError(
+        raise InputError(
             f"the router of layer {layer.layer} ran outside of a call of the model that is "
             "recorded; pass the model that is called to record, compiled where it is"
         )

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 from torch import Tensor
 
+from l2r.errors import InputError
 from l2r.runs.atomic import write_bytes
 from l2r.runs.reading import parse_json
 
@@ -42,7 +43,7 @@ def check_tokens(path: Path, rows: Iterable[Int[Tensor, " S"]]) -> bool:
     with safe_open(path, framework="np") as file:
         recorded = (file.metadata() or {}).get("tokens")
     if recorded is not None and recorded != (digest := _digest(rows)):
-        raise ValueError(
+        raise InputError(
             f"routes are of other tokens: {path} has the digest {recorded:.16}, the text that is "
             f"read {digest:.16}; use the same text, tokenizer, instances and length"
         )
@@ -65,10 +66,10 @@ def read_arrays(
         with safe_open(path, framework="np") as file:
             metadata, names = file.metadata() or {}, set(file.keys())
             if metadata.get("format") != _FORMAT:
-                raise ValueError(f"format must be {_FORMAT!r}; got {metadata.get('format')!r:.40}")
+                raise InputError(f"format must be {_FORMAT!r}; got {metadata.get('format')!r:.40}")
             if not names.issuperset(needed):
-                raise ValueError(f"arrays must be {', '.join(needed)}; got {sorted(names)!s:.80}")
+                raise InputError(f"arrays must be {', '.join(needed)}; got {sorted(names)!s:.80}")
             arrays = {n: file.get_tensor(n) for n in (*needed, *optional) if n in names}
     except SafetensorError as error:
-        raise ValueError(f"it is no whole safetensors file ({error})") from error
+        raise InputError(f"it is no whole safetensors file ({error})") from error
     return arrays, parse_json(metadata.get("fingerprint", "").encode())

@@ -5,6 +5,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from l2r.errors import InputError
 from l2r.transformers_hook import stock_type
 
 
@@ -30,26 +31,26 @@ class Fingerprint:
         object.__setattr__(self, "layers", tuple(self.layers))
         sizes = (self.num_experts, self.top_k, *self.layers, self.hidden_layers or 0)
         if any(type(size) is not int for size in sizes):
-            raise ValueError(f"sizes of routes must be whole numbers; got {self}")
+            raise InputError(f"sizes of routes must be whole numbers; got {self}")
         if not 1 <= self.num_experts <= 1 << 16:
-            raise ValueError(
+            raise InputError(
                 f"num_experts must be between 1 and 65536; got num_experts={self.num_experts}"
             )
         if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(
+            raise InputError(
                 f"top_k must be between 1 and num_experts; got top_k={self.top_k}, "
                 f"num_experts={self.num_experts}"
             )
         rising = all(a < b for a, b in zip(self.layers, self.layers[1:], strict=False))
         if not self.layers or not rising or self.layers[0] < 0:
-            raise ValueError(f"layers must be indices that rise, one at least; got {self.layers}")
+            raise InputError(f"layers must be indices that rise, one at least; got {self.layers}")
         if self.hidden_layers is not None and self.layers[-1] >= self.hidden_layers:
-            raise ValueError(
+            raise InputError(
                 f"layers must lie below hidden_layers; got layer {self.layers[-1]}, "
                 f"hidden_layers={self.hidden_layers}"
             )
         if any(text is not None and type(text) is not str for text in self._texts()):
-            raise ValueError(f"model_type and tokenizer must be text or None; got {self}")
+            raise InputError(f"model_type and tokenizer must be text or None; got {self}")
 
     def check(self, model: "Fingerprint") -> None:
         """Raise ValueError with the first field in which routes and a model differ."""
@@ -58,7 +59,7 @@ class Fingerprint:
             if None in (ours, theirs):
                 continue
             if _compared(field.name, ours) != _compared(field.name, theirs):
-                raise ValueError(
+                raise InputError(
                     f"routes and model must have the same {field.name}; "
                     f"got {ours} in the routes and {theirs} in the model"
                 )
@@ -72,7 +73,7 @@ class Fingerprint:
         """Read what ``to_json`` wrote. Raises ValueError for other fields or values."""
         names = {field.name for field in fields(cls)}
         if set(values) != names or not isinstance(values["layers"], list):
-            raise ValueError(f"a fingerprint must have the fields {', '.join(sorted(names))}")
+            raise InputError(f"a fingerprint must have the fields {', '.join(sorted(names))}")
         return cls(**{**values, "layers": tuple(values["layers"])})
 
     def _texts(self) -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from l2r.errors import InputError
 from l2r.hf.routes.array_checks import NO_ROUTE
 from l2r.hf.routes.fingerprint import Fingerprint
 from l2r.hf.routes.routes import Routes, Side
@@ -85,7 +86,7 @@ def from_sglang(
             numbers = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
             arrays.append(numbers.reshape(shape))
         except (ValueError, TypeError) as error:
-            raise ValueError(
+            raise InputError(
                 f"routed_experts of SGLang must be base64 of int32 numbers [tokens, "
                 f"{shape[1]}, {shape[2]}]: {error}"
             ) from error
@@ -110,7 +111,7 @@ def from_verl(
     """
     tokens = mask.bool().cpu().numpy()
     if experts.dim() != 4 or tuple(experts.shape[:2]) != tokens.shape:
-        raise ValueError(
+        raise InputError(
             "routed_experts must be [sequences, width, hidden layers, k] and mask [sequences, "
             f"width]; got {list(experts.shape)} and {list(tokens.shape)}"
         )
@@ -135,7 +136,7 @@ def from_megatron(
     length, width = len(fingerprint.layers), mask.shape[1]
     shapes = sorted({tuple(layer.shape) for layer in layers})
     if len(layers) != length or shapes != [(mask.numel(), fingerprint.top_k)]:
-        raise ValueError(
+        raise InputError(
             f"recorded data must be {length} tensors [{mask.numel()}, {fingerprint.top_k}]; "
             f"got {len(layers)} of shapes {shapes}"
         )
@@ -157,7 +158,7 @@ def to_megatron(
     if (
         routes.positions != np.arange(len(routes.experts)) - routes.ends[:-1].repeat(routes.counts)
     ).any() or (routes.lengths - routes.counts > 1).any():
-        raise ValueError(
+        raise InputError(
             "Megatron-core replays every token, so each must have a route but the last of a "
             "sequence; these routes lack some"
         )
@@ -179,21 +180,21 @@ def _from_engine(
     hidden = _hidden_layers(fingerprint)
     starts = [start] * len(arrays) if isinstance(start, int) else list(start)
     if len(starts) != len(arrays) or min(starts, default=0) < 0:
-        raise ValueError(
+        raise InputError(
             f"starts must be >= 0, one for each of the {len(arrays)} sequences; got {starts}"
         )
     for array in arrays:
         if array.ndim != 3 or array.shape[1:] != (hidden, fingerprint.top_k):
-            raise ValueError(
+            raise InputError(
                 f"routed_experts must be [tokens, {hidden}, {fingerprint.top_k}], all hidden "
                 f"layers counted; got {list(array.shape)}"
             )
         if array.dtype.kind not in "iu":
-            raise ValueError(f"routed_experts must be whole numbers; got {array.dtype}")
+            raise InputError(f"routed_experts must be whole numbers; got {array.dtype}")
     for number, (length, begin) in enumerate(zip(lengths, starts, strict=False)):
         found = len(arrays[number])
         if length is not None and found != length - 1 - begin:
-            raise ValueError(
+            raise InputError(
                 f"sequence {number} has {length} tokens, and {found} routes from token {begin} on, "
                 f"where {length - 1 - begin} are due; the server may have ignored start_len"
             )
@@ -216,12 +217,12 @@ def _check_recorded(number: int, experts: Int[np.ndarray, "T L K"]) -> None:
     """
     zero = (experts == 0).all(axis=(1, 2))
     if experts.shape[2] > 1 and zero.any():
-        raise ValueError(
+        raise InputError(
             f"the server recorded nothing for token {int(zero.argmax())} of sequence {number}, "
             f"and for {int(zero.sum())} of its {len(experts)} in all: their experts are all 0"
         )
     if zero.all() and experts.size >= 16:
-        raise ValueError(
+        raise InputError(
             f"the server recorded nothing for sequence {number}: expert 0 in every layer of all "
             f"its {len(experts)} tokens"
         )
@@ -240,14 +241,14 @@ def _to_engine(routes: Routes, kind: np.dtype[Any]) -> list[np.ndarray]:
         zip(routes.ends[:-1], routes.ends[1:], routes.lengths, strict=True)
     ):
         if length == 0:
-            raise ValueError(
+            raise InputError(
                 f"a sequence must have at least 1 token to be written; sequence {number} has 0"
             )
         positions = routes.positions[begin:end]
         before = positions < length - 1
         start = int(positions[0]) if len(positions) else 0
         if before.sum() != length - 1 - start:
-            raise ValueError(
+            raise InputError(
                 f"every token but the last must have a route, from some token on; sequence "
                 f"{number} has {before.sum()} routes for tokens {start} to {length - 2}"
             )
@@ -275,12 +276,12 @@ def _npy(value: str | bytes | np.ndarray) -> np.ndarray:
         content = base64.b64decode(value, validate=True) if isinstance(value, str) else value
         return parse_npy(content)
     except (ValueError, TypeError) as error:
-        raise ValueError(
+        raise InputError(
             f"routed_experts of vLLM must be base64 of a .npy file: {error}"
         ) from error
 
 
 def _hidden_layers(fingerprint: Fingerprint) -> int:
     if fingerprint.hidden_layers is None:
-        raise ValueError("the fingerprint must have hidden_layers; engines count them all")
+        raise InputError("the fingerprint must have hidden_layers; engines count them all")
     return fingerprint.hidden_layers

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from l2r.errors import InputError
 from l2r.hf.routes.fingerprint import Fingerprint, tokenizer_digest
 from l2r.hf.swap.rules import Unmatched
 from l2r.hf.swap.sites import Site, find_sites, router_sites
@@ -38,7 +39,7 @@ def routed_layers(model: nn.Module) -> list[RoutedLayer]:
         index = sites[0].layer
         if index in by_layer:
             other = by_layer[index].sites[0].path
-            raise ValueError(
+            raise InputError(
                 f"a layer must have one router to be replayed; {other} and {path} are both in "
                 f"layer {index}"
             )
@@ -59,7 +60,7 @@ def fingerprint_of(
     sizes = {layer.layer: layer.sites[0].sizes for layer in layers}
     kinds = {(size["num_experts"], size["top_k"]) for size in sizes.values()}
     if len(kinds) > 1:
-        raise ValueError(
+        raise InputError(
             f"all layers must have as many experts and choose as many; got (experts, k) {kinds}"
         )
     ((num_experts, top_k),) = kinds
@@ -80,10 +81,10 @@ def check_weighable(site: Site) -> Selection:
     """Selection of a site. Raises ValueError where it cannot weigh experts of another's choice."""
     selection = site.selection
     if isinstance(selection, Unmatched):
-        raise ValueError(f"cannot replay {type(site.router).__name__}: {selection.reason}")
+        raise InputError(f"cannot replay {type(site.router).__name__}: {selection.reason}")
     kind = type(selection)
     if kind.__call__ is not Selection.__call__ and kind.weigh is Selection.weigh:
-        raise ValueError(f"{kind.__name__} must define weigh(router, logits, indices) to replay")
+        raise InputError(f"{kind.__name__} must define weigh(router, logits, indices) to replay")
     return selection
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.hf.routes.backward_pass import outside_of_graphs
 from l2r.hf.routes.calls import Calls, Inputs, Places, read_inputs
 from l2r.hf.routes.choices import Choices
@@ -36,7 +37,7 @@ class Recorder:
         Raises ValueError before the first call.
         """
         if not self._parts:
-            raise ValueError("nothing was recorded yet; call the model inside the block")
+            raise InputError("nothing was recorded yet; call the model inside the block")
         sequence = np.concatenate([part[0].sequence for part in self._parts])
         token = np.concatenate([part[0].token for part in self._parts])
         experts = np.concatenate([part[1].cpu().numpy() for part in self._parts])
@@ -74,7 +75,7 @@ class Recorder:
             columns = inputs.columns or len(experts) // max(1, inputs.rows)
             places = self._calls.begin(inputs, columns)
         if len(places.token) != len(experts):
-            raise ValueError(
+            raise InputError(
                 f"routers must see every input of the model; it got {len(places.token)} and they "
                 f"saw {len(experts)}"
             )

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from l2r.errors import InputError
 from l2r.hf.models.layouts import unpack_before_calls
 from l2r.hf.routes.backward_pass import in_backward, next_number, outside_of_graphs, running_number
 from l2r.hf.routes.calls import read_inputs
@@ -36,9 +37,9 @@ class Replay:
         self, model: nn.Module, routes: Routes, *, weights: Weights, tokenizer: Any
     ) -> None:
         if weights not in ("live", "recorded"):
-            raise ValueError(f"weights must be live or recorded; got weights={weights!r}")
+            raise InputError(f"weights must be live or recorded; got weights={weights!r}")
         if weights == "recorded" and routes.weights is None:
-            raise ValueError("weights='recorded' needs routes of record(model, weights=True)")
+            raise InputError("weights='recorded' needs routes of record(model, weights=True)")
         unpack_before_calls(model)
         layers = routed_layers(model)
         routes.fingerprint.check(fingerprint_of(model, tokenizer, layers=layers))
@@ -83,7 +84,7 @@ class Replay:
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the rows of the routes that a call reads."""
         if self._rows is not None and self._caller != threading.get_ident():
-            raise ValueError(
+            raise InputError(
                 "a replayed model is called by one thread at a time; another thread's call runs"
             )
         self._caller = threading.get_ident()
@@ -140,7 +141,7 @@ class Replay:
         if rows is None:
             rows = self._recomputed_rows(layer)
         if rows is not None and rows.of.shape[0] != tokens:
-            raise ValueError(
+            raise InputError(
                 f"the router of layer {layer} must see the {rows.of.shape[0]} inputs of "
                 f"the model; it saw {tokens}"
             )
@@ -174,7 +175,7 @@ class Replay:
                 return None
         if not self._active:  # a later block keeps this one's function alive
             return None
-        raise ValueError(
+        raise InputError(
             f"the router of layer {layer} ran outside of a call of the model that is replayed; "
             "pass the model that is called to replay, compiled where it is"
         )
@@ -214,6 +215,6 @@ def replay(
     with removing(dict.fromkeys(hooks, model)), session.installed():
         yield session
     if len(routes) and session.remaining == len(routes):
-        raise ValueError(
+        raise InputError(
             "replay must see a call of the model that it got; it saw none that succeeded"
         )

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from l2r.errors import InputError
 from l2r.hf.routes.array_checks import NO_ROUTE
 from l2r.hf.routes.calls import Calls, Inputs, Places
 from l2r.hf.routes.routes import Routes
@@ -96,7 +97,7 @@ def _check_filled(lengths: Int[np.ndarray, " S"], inputs: Inputs, first: int) ->
     rows, columns = inputs.rows, inputs.columns or 0
     borders = np.arange(1, rows + 1) * columns
     if not np.isin(borders, np.cumsum(lengths)).all() or lengths.sum() != rows * columns:
-        raise ValueError(
+        raise InputError(
             f"whole sequences must fill the rows of a call without padding, {rows} of {columns} "
             f"tokens; from number {first} on they have {lengths.tolist()!s:.60} tokens. Pass a "
             "2-D attention_mask where there is padding; what was sampled last has no route, see "
@@ -109,7 +110,7 @@ def _check_lengths(counts: Int[np.ndarray, " B"], left: Int[np.ndarray, " S"], f
     _check_left(len(counts), left, first)
     for number, (count, length) in enumerate(zip(counts, left, strict=False), start=first):
         if count != length:
-            raise ValueError(
+            raise InputError(
                 f"a sequence must have as many tokens as its routes; sequence {number} has "
                 f"{count} in the call and {length} in the routes. What was sampled last has no "
                 "route, see Routes.extended"
@@ -118,7 +119,7 @@ def _check_lengths(counts: Int[np.ndarray, " B"], left: Int[np.ndarray, " S"], f
 
 def _check_left(count: int, left: Int[np.ndarray, " S"], first: int) -> None:
     if len(left) < count:
-        raise ValueError(
+        raise InputError(
             f"a call reads {count} sequences; {len(left)} of the routes' {first + len(left)} are "
             "left"
         )

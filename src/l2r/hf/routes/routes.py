@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from l2r.errors import InputError
 from l2r.hf.routes.array_checks import (
     NO_ROUTE,
     check_experts,
@@ -66,7 +67,7 @@ class Routes:
         lengths = whole_numbers("lengths", self.lengths)
         counts = lengths if self.counts is None else whole_numbers("counts", self.counts)
         if counts.shape != lengths.shape or (counts > lengths).any():
-            raise ValueError(
+            raise InputError(
                 f"counts must say for each of the {len(lengths)} sequences how many of its tokens "
                 f"have a route; got counts={counts.tolist()}, lengths={lengths.tolist()}"
             )
@@ -74,7 +75,7 @@ class Routes:
         f = self.fingerprint
         shape = (int(counts.sum()), len(f.layers), f.top_k)
         if experts.shape != shape or experts.dtype.kind not in "iu":
-            raise ValueError(
+            raise InputError(
                 f"experts must be whole numbers of shape [tokens, layers, k] = {list(shape)}; "
                 f"got {experts.dtype} of shape {list(experts.shape)}"
             )
@@ -88,7 +89,7 @@ class Routes:
         if weights is not None:
             weights = np.asarray(weights, dtype=np.float32)
             if weights.shape != shape:
-                raise ValueError(
+                raise InputError(
                     f"weights must have the shape of experts, {list(shape)}; "
                     f"got {list(weights.shape)}"
                 )
@@ -153,13 +154,13 @@ class Routes:
         Raises ValueError for a negative number.
         """
         if tokens < 0:
-            raise ValueError(f"tokens must be >= 0; got tokens={tokens}; see truncated")
+            raise InputError(f"tokens must be >= 0; got tokens={tokens}; see truncated")
         return replace(self, lengths=self.lengths + tokens)
 
     def truncated(self, length: int) -> "Routes":
         """The first ``length`` tokens of every sequence. Raises ValueError for a negative one."""
         if length < 0:
-            raise ValueError(f"length must be >= 0; got length={length}")
+            raise InputError(f"length must be >= 0; got length={length}")
         rows = np.flatnonzero(self.positions < length)
         counts = np.bincount(self.sequence_of_rows[rows], minlength=len(self))
         return self._rows(rows, np.minimum(self.lengths, length), counts)
@@ -181,7 +182,7 @@ class Routes:
         """
         self.fingerprint.check(other.fingerprint)
         if not np.array_equal(self.lengths, other.lengths):
-            raise ValueError(
+            raise InputError(
                 "routes that are compared must have sequences of the same lengths; "
                 f"got {self.lengths.tolist()} and {other.lengths.tolist()}"
             )
@@ -214,7 +215,7 @@ class Routes:
         """
         values, tokens = np.asarray(experts), np.asarray(mask).astype(bool)
         if values.ndim != 4 or values.shape[:2] != tokens.shape:
-            raise ValueError(
+            raise InputError(
                 "experts must be [sequences, width, layers, k] and mask [sequences, width]; "
                 f"got {list(values.shape)} and {list(tokens.shape)}"
             )
@@ -238,7 +239,7 @@ class Routes:
             arrays, fingerprint = read_arrays(Path(path), _ARRAYS, ("weights",))
             return cls(fingerprint=Fingerprint.from_values(fingerprint), **arrays)
         except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f"cannot read routes from {path}: {error}") from error
+            raise InputError(f"cannot read routes from {path}: {error}") from error
 
     @classmethod
     def concatenate(cls, parts: Sequence["Routes"]) -> "Routes":
@@ -247,16 +248,16 @@ class Routes:
         Raises ValueError for none, for other fingerprints and where some have weights.
         """
         if not parts:
-            raise ValueError("routes to concatenate must be at least 1; got 0")
+            raise InputError("routes to concatenate must be at least 1; got 0")
         for part in parts[1:]:
             if part.fingerprint != parts[0].fingerprint:
-                raise ValueError(
+                raise InputError(
                     "routes to concatenate must have one fingerprint; "
                     f"got {parts[0].fingerprint} and {part.fingerprint}"
                 )
         weights = [part.weights for part in parts if part.weights is not None]
         if len(weights) not in (0, len(parts)):
-            raise ValueError(
+            raise InputError(
                 f"routes to concatenate must all have weights, or none; {len(weights)} of "
                 f"{len(parts)} have"
             )
@@ -280,12 +281,12 @@ class Routes:
     ) -> tuple[Int[np.ndarray, "S W"], Bool[np.ndarray, "S W"]]:
         """Row of each place of a padded batch, -1 where there is none, and the mask of tokens."""
         if side not in ("left", "right"):
-            raise ValueError(f"side must be left or right; got side={side!r}")
+            raise InputError(f"side must be left or right; got side={side!r}")
         longest = int(self.lengths.max(initial=0))
         if width is None:
             width = longest
         if width < longest:
-            raise ValueError(
+            raise InputError(
                 f"width must be at least {longest}, the longest sequence; got width={width}"
             )
         start = width - self.lengths if side == "left" else np.zeros_like(self.lengths)

@@ -13,6 +13,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from l2r.errors import InputError
 from l2r.hf.models.olmoe import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rOlmoeModel
 from l2r.hf.models.transformers_tables import share_adapters, share_names, share_preparation
 from l2r.hf.models.vit import L2rViTConfig, L2rViTForImageClassification, L2rViTModel
@@ -62,7 +63,7 @@ def swapped_architecture(name: str) -> Any:
     base = _stock_class(name)
     swapped = __getattr__(class_name(base)) if hasattr(base, "config_class") else _by_name(name)
     if swapped is None:
-        raise ValueError(f"architectures must name a class of transformers; got {name!r}")
+        raise InputError(f"architectures must name a class of transformers; got {name!r}")
     return swapped
 
 

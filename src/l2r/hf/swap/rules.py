@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.routers.selection_rule import Selection
 
 
@@ -70,10 +71,10 @@ class TokenTable(Selection):
     def __call__(
         self, router: nn.Module, logits: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        raise ValueError(f"{type(router).__name__} chooses experts by token ids, not by logits")
+        raise InputError(f"{type(router).__name__} chooses experts by token ids, not by logits")
 
     def ranking(self, router: nn.Module, logits: Tensor) -> Tensor:
-        raise ValueError(f"{type(router).__name__} chooses by token ids: there is no margin")
+        raise InputError(f"{type(router).__name__} chooses by token ids: there is no margin")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -88,13 +89,13 @@ class Unmatched(Selection):
     def __call__(
         self, router: nn.Module, logits: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        raise ValueError(self.reason)
+        raise InputError(self.reason)
 
     def weigh(self, router: nn.Module, logits: Tensor, indices: Tensor) -> Tensor:
-        raise ValueError(self.reason)
+        raise InputError(self.reason)
 
     def ranking(self, router: nn.Module, logits: Tensor) -> Tensor:
-        raise ValueError(self.reason)
+        raise InputError(self.reason)
 
 
 def normalized_by_flag(old: Any) -> Selection:
@@ -152,7 +153,7 @@ def _by_name(old: Any) -> dict[str, Any]:
     name = type(old.score_fn).__name__
     gates = {"Sigmoid": "sigmoid", "SqrtSoftplusActivation": "sqrtsoftplus"}
     if name not in gates:
-        raise ValueError(
+        raise InputError(
             f"scoring_func of {type(old).__name__} must be sigmoid or sqrtsoftplus; got {name}"
         )
     scale = old.routed_scaling_factor

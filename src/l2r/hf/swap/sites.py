@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
+from l2r.errors import InputError
 from l2r.hf.models.initialize import attach_router
 from l2r.hf.models.layouts import matrix_shape
 from l2r.hf.swap.families import FAMILIES, REFUSED, Family, family_of, is_of_family
@@ -73,7 +74,7 @@ def router_sites(model: nn.Module) -> list[Site]:
     sites = _all_sites(model)
     for site in sites:
         if isinstance(site.selection, Unmatched):
-            raise ValueError(f"cannot swap the routers of {_kind(model)!r}: {site.family.note}")
+            raise InputError(f"cannot swap the routers of {_kind(model)!r}: {site.family.note}")
     return [site for site in sites if not site.by_token]
 
 
@@ -81,7 +82,7 @@ def _all_sites(model: nn.Module) -> list[Site]:
     sites = find_sites(model)
     adapted = [site.path for site in sites if site.path.endswith(".base_layer")]
     if adapted:
-        raise ValueError(
+        raise InputError(
             f"routers carry adapters ({adapted[0].removesuffix('.base_layer')}); merge them or "
             "swap first"
         )
@@ -89,11 +90,11 @@ def _all_sites(model: nn.Module) -> list[Site]:
         return sites
     kind, reason = _kind(model), _refusal(model)
     if reason:
-        raise ValueError(f"cannot swap the routers of {kind!r}: {reason}")
+        raise InputError(f"cannot swap the routers of {kind!r}: {reason}")
     sparse = any("experts" in module._modules for module in model.modules())
     known = f"supported: {', '.join(FAMILIES)}"
     dense = "it has no experts, and a swap changes routers, it makes none"
-    raise ValueError(f"{kind!r} has no router of a supported family; {known if sparse else dense}")
+    raise InputError(f"{kind!r} has no router of a supported family; {known if sparse else dense}")
 
 
 def _kind(model: nn.Module) -> str:
@@ -212,12 +213,12 @@ def select_sites(model: nn.Module, layers: Sequence[int] | None = None) -> list[
         return sites
     is_list = isinstance(layers, Sequence) and not isinstance(layers, str)
     if not is_list or not layers or any(type(layer) is not int for layer in layers):
-        raise ValueError(f"layers must be None or a list of at least one index; got {layers!r}")
+        raise InputError(f"layers must be None or a list of at least one index; got {layers!r}")
     routed = sorted({site.layer for site in sites})
     for layer in layers:
         if layer not in routed:
             allowed = ", ".join(map(str, routed))
-            raise ValueError(
+            raise InputError(
                 f"layers must name layers of this {type(model).__name__} whose router can be "
                 f"replaced ({allowed}); got {layer}"
             )
@@ -233,12 +234,12 @@ def old_weight(site: Site) -> Tensor:
 def new_router(site: Site, config: RouterConfig, selection: str = "family") -> Router:
     """Build a router with the sizes, device and selection, its bias included, of a site's own."""
     if selection not in SELECTIONS:
-        raise ValueError(f"selection must be family or router; got selection={selection!r}")
+        raise InputError(f"selection must be family or router; got selection={selection!r}")
     keep = selection == "family" and site.selection.family is not None
     for field in ("normalize_weights", "selection_bias") if keep else ():
         usual, value = type(config).__dataclass_fields__[field].default, getattr(config, field)
         if value != usual:
-            raise ValueError(
+            raise InputError(
                 f"{field} is decided by the model's family; leave it {usual} "
                 f"or swap with selection='router'; got {field}={value}"
             )
@@ -308,10 +309,19 @@ def layer_index(path: str) -> int:
     return int(numbers[0]) if numbers else 0
 
 
+_OF_A_SWAP = {"router", "layers", "selection"}
+
+
 def replay_swaps(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Apply what ``swap_routers`` wrote into config.json; returns the paths of the routers."""
+    """Apply what ``swap_routers`` wrote into config.json; returns the paths of the routers.
+
+    Raises ValueError for anything else there.
+    """
     paths = []
-    for entry in entries:
+    for entry in entries if isinstance(entries, list | tuple) else [entries]:
+        if not isinstance(entry, Mapping) or not entry.keys() >= _OF_A_SWAP:
+            names = ", ".join(sorted(_OF_A_SWAP))
+            raise InputError(f"l2r_swap must be a list of objects with {names}; got {entry!r:.80}")
         config = RouterConfig.from_dict(entry["router"])
         for site in select_sites(model, entry["layers"]):
             place_router(model, site, new_router(site, config, entry["selection"]))

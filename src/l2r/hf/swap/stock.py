@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from l2r.errors import InputError
 from l2r.hf.models.olmoe import L2rOlmoeForCausalLM
 from l2r.hf.swap.class_registry import swapped_architecture
 from l2r.hf.swap.families import FAMILIES, TABLE
@@ -41,7 +42,7 @@ def our_architecture(values: Mapping[str, Any]) -> str:
     """
     name = (values.get("architectures") or [None])[0]
     if not isinstance(name, str):
-        raise ValueError(f"architectures in config.json must name a class; got {name!r}")
+        raise InputError(f"architectures in config.json must name a class; got {name!r}")
     return name if name.startswith("L2r") else str(swapped_architecture(name).__name__)
 
 
@@ -63,7 +64,7 @@ def family_selection(config: Any) -> Selection:
     """
     family = next((entry for entry in TABLE if entry.model_type == config.model_type), None)
     if family is None:
-        raise ValueError(f"model_type must be that of a family of l2r; got {config.model_type!r}")
+        raise InputError(f"model_type must be that of a family of l2r; got {config.model_type!r}")
     if family.model_type not in FAMILIES:  # whose router this transformers has in another form
         return family.selection(config)
     stock = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family.model_type])

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from l2r.errors import InputError
 from l2r.hf.models import L2rOlmoeConfig, L2rViTConfig, note_losses, save_refusal
 from l2r.hf.models.opening import NeedsPackage, NeedsPackageAndCode
 from l2r.hf.swap.preferred import preferred_router
@@ -81,9 +82,9 @@ def replace_routers(
 ) -> M:
     """Do what ``swap_routers`` does, without its warning."""
     if config is not None and not isinstance(config, RouterConfig):
-        raise ValueError(f"config must be a RouterConfig such as L2RConfig(); got {config!r}")
+        raise InputError(f"config must be a RouterConfig such as L2RConfig(); got {config!r}")
     if not hasattr(model, "config"):
-        raise ValueError(
+        raise InputError(
             f"model must have a config in which the swap is recorded; got "
             f"{type(model).__name__}; pass the model inside"
         )

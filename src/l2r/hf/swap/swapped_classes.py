@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import output_capturing
 
+from l2r.errors import InputError
 from l2r.hf.models.initialize import reset_missing
 from l2r.hf.models.lossless import check_save
 from l2r.hf.models.opening import NeedsPackage, config_with_code
@@ -70,7 +71,7 @@ def swapped_model(base: Any) -> Any:
     ) -> None:
         swaps = getattr(config, "l2r_swap", None)
         if not swaps:
-            raise ValueError(f"config of {type(self).__name__} must have l2r_swap; got {swaps!r}")
+            raise InputError(f"config of {type(self).__name__} must have l2r_swap; got {swaps!r}")
         with _of_class(config, base.config_class) if is_known(base) else nullcontext():
             base.__init__(self, config, *args, **options)
         paths = replay_swaps(self, swaps)

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from l2r.errors import InputError
 from l2r.hf.swap.sites import Site, running_sites
 
 
@@ -16,7 +17,7 @@ def train_routers_only(model: nn.Module) -> list[str]:
     chosen = _router_parameters(model)
     for name, parameter in chosen.items():
         if not parameter.is_floating_point():
-            raise ValueError(f"routers must have floating weights; {name} is {parameter.dtype}")
+            raise InputError(f"routers must have floating weights; {name} is {parameter.dtype}")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for parameter in chosen.values():

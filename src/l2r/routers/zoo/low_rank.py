@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.kernels import dispatch
 from l2r.kernels.contract import ScoreConstants
 from l2r.kernels.plain import KernelWeights
@@ -43,7 +44,7 @@ class LowRankRouter(Router):
     def __init__(self, config: LowRankConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
         if config.rank > self.hidden_size:
-            raise ValueError(
+            raise InputError(
                 f"rank must be <= hidden_size; got rank={config.rank}, "
                 f"hidden_size={self.hidden_size}; lower rank"
             )

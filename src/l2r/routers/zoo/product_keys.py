@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.functional import routing_probs
 from l2r.functional.autocast import without_autocast
 from l2r.kernels import dispatch
@@ -73,7 +74,7 @@ class ProductKeysRouter(Router):
     def __init__(self, config: ProductKeysConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
         if config.rank > 2 * self.hidden_size:
-            raise ValueError(
+            raise InputError(
                 f"rank must be <= 2 hidden_size, each half <= hidden_size; got rank={config.rank}, "
                 f"hidden_size={self.hidden_size}; lower rank"
             )
@@ -161,7 +162,7 @@ def grid_of(num_experts: int) -> tuple[int, int]:
     rows = _rows(num_experts)
     if rows == 1 and num_experts > 3:
         allowed = f"{num_experts - 1} and {num_experts + 1}"  # even numbers
-        raise ValueError(
+        raise InputError(
             "num_experts must be a product of two factors above 1 for product keys, or below 4; "
             f"got num_experts={num_experts}; the nearest are {allowed}"
         )

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
+from l2r.errors import InputError
 from l2r.training.data.images import standardize
 from l2r.training.data.randaugment import DRAWS_PER_OPERATION, rand_augment
 from l2r.training.data.shuffling import uniform_draws
@@ -101,7 +102,7 @@ def mix(
     """
     even = positions[0::2]
     if len(positions) % 2 or np.any(even % 2) or np.any(positions[1::2] != even + 1):
-        raise ValueError(
+        raise InputError(
             f"mixup and CutMix pair neighbors in the stream, so the micro-batch of every rank "
             f"must be even; got {len(positions)} images from position {positions[0]}"
         )

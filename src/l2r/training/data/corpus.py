@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from l2r.errors import using
 from l2r.runs.atomic import folder_beside, write_json
 from l2r.runs.cache import cache_folder
+from l2r.runs.reading import read_json
 from l2r.training.data.held_out import NEWEST, Texts, split_files
 from l2r.training.data.new_tokenizer import write_new_tokenizer
 from l2r.training.data.sources import (
@@ -81,8 +83,7 @@ def build_corpus(
     cache = cache or cache_folder()
     target = _folder(cache, options)
     if not (target / "corpus.json").is_file():
-        cache.mkdir(parents=True, exist_ok=True)
-        with folder_beside(target) as folder:
+        with using(cache), folder_beside(target) as folder:
             _build(folder, options, report)
             try:
                 folder.rename(target)
@@ -113,8 +114,7 @@ def held_out_texts(
     path = cache / f"held-out-{_fingerprint(same)}.json"
     if not path.is_file():
         write_json(path, split_corpus(options, report)[1])
-    texts: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
-    return texts
+    return read_json(path)
 
 
 def split_corpus(

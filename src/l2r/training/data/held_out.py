@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from l2r.errors import InputError
 from l2r.training.data.split import position
 
 NEWEST = 2
@@ -35,7 +36,7 @@ def split_files(
     else:
         train, validation = _split_before_cut(files, characters)
     if not train or not validation:
-        raise ValueError(
+        raise InputError(
             f"domain {domain!r} must hold at least two different texts, one to train on and one "
             f"held out; got {len(train) + len(validation)}"
         )

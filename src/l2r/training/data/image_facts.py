@@ -7,6 +7,7 @@ from statistics import median_low
 
 import numpy as np
 
+from l2r.errors import InputError, blames_input
 from l2r.training.data.image_sources import UNREADABLE, ImageSource, shown_size
 from l2r.training.data.images import ImageDataset
 from l2r.training.data.shuffling import epoch_order
@@ -34,10 +35,12 @@ def image_facts(source: ImageSource) -> ImageFacts:
             with source.open(index) as image:
                 sizes.append(shown_size(image))
                 color |= image.mode.partition(";")[0] not in _GRAY
-        except UNREADABLE:
+        except UNREADABLE as error:
+            if not blames_input(error):
+                raise
             continue
     if not sizes:
-        raise ValueError(f"none of the images can be read, such as {source.name(0)}")
+        raise InputError(f"none of the images can be read, such as {source.name(0)}")
     width, height = (median_low(side) for side in zip(*sizes, strict=True))
     return ImageFacts(width, height, color, len(sizes))
 
@@ -57,7 +60,7 @@ def mean_and_deviation(
         total += batch.sum(axis=(0, 2, 3))
         squares += np.square(batch).sum(axis=(0, 2, 3))
     if not count:
-        raise ValueError(f"none of the images can be read, such as {dataset.source.name(0)}")
+        raise InputError(f"none of the images can be read, such as {dataset.source.name(0)}")
     least = 1 / 255  # images of one color have no deviation to divide by
     mean = tuple(float(round(value, digits)) for value in total / count)
     variances = squares / count - np.square(total / count)

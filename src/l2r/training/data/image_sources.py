@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Int, UInt8
 from PIL import ExifTags, Image
 
+from l2r.errors import InputError
 from l2r.training.data.shuffling import epoch_order
 
 # Debian's package dataset-fashion-mnist puts its files here; --data DIR names any other place.
@@ -104,7 +105,7 @@ def in_bytes(image: Image.Image) -> Image.Image:
     Raises ValueError for numbers of 32 bits, which have no range that is known.
     """
     if image.mode in ("I", "F"):
-        raise ValueError(f"pixels must have 8 or 16 bits; got pillow's mode {image.mode!r}")
+        raise InputError(f"pixels must have 8 or 16 bits; got pillow's mode {image.mode!r}")
     if image.mode in _ALPHA or "transparency" in image.info:
         drawn = image.convert("RGBA")
         over = Image.alpha_composite(Image.new("RGBA", drawn.size, "white"), drawn)
@@ -128,14 +129,14 @@ def open_images(source: str) -> tuple[ImageSource, ImageSource]:
         return hold_out(_digits())
     if source == "fashion-mnist":
         if not FASHION_MNIST_FOLDER.is_dir():
-            raise ValueError(
+            raise InputError(
                 f"Fashion-MNIST is not in {FASHION_MNIST_FOLDER}; give the folder of its idx files "
                 "instead of 'fashion-mnist', or install Debian's dataset-fashion-mnist"
             )
         return _idx_pair(FASHION_MNIST_FOLDER)
     root = Path(source).expanduser()
     if not root.is_dir():
-        raise ValueError(f"images must be 'digits', 'fashion-mnist' or a folder; got {source!r}")
+        raise InputError(f"images must be 'digits', 'fashion-mnist' or a folder; got {source!r}")
     if any(root.glob("*-ubyte*")):
         return _idx_pair(root)
     if not (root / "train").is_dir():
@@ -155,7 +156,7 @@ def folder_images(root: Path, classes: Sequence[str] | None = None) -> ImageSour
     folder, one without images, a class that is not in ``classes``, or one of no images.
     """
     if not root.is_dir():
-        raise ValueError(f"image folder must exist; got {root}")
+        raise InputError(f"image folder must exist; got {root}")
     shown = (entry for entry in os.scandir(root) if not entry.name.startswith("."))
     folders = sorted(entry.name for entry in shown if entry.is_dir())
     given, classes = classes is not None, tuple(folders if classes is None else classes)
@@ -163,16 +164,16 @@ def folder_images(root: Path, classes: Sequence[str] | None = None) -> ImageSour
     labels: list[int] = []
     for name in folders:
         if name not in classes:
-            raise ValueError(f"{root} has the class {name!r}, which the training part has not")
+            raise InputError(f"{root} has the class {name!r}, which the training part has not")
         files = sorted(_image_files(root / name))
         paths += files
         labels += [classes.index(name)] * len(files)
     suffixes = " ".join(sorted(IMAGE_SUFFIXES))
     if not paths:
-        raise ValueError(f"{root} must hold a folder per class with images ({suffixes})")
+        raise InputError(f"{root} must hold a folder per class with images ({suffixes})")
     empty = sorted(set(range(len(classes))) - set(labels))
     if empty and not given:  # a model would get a class that it never sees
-        raise ValueError(f"{root / classes[empty[0]]} must hold images ({suffixes})")
+        raise InputError(f"{root / classes[empty[0]]} must hold images ({suffixes})")
     return ImageSource(paths, np.array(labels, dtype=np.int64), classes)
 
 
@@ -184,7 +185,7 @@ def hold_out(source: ImageSource) -> tuple[ImageSource, ImageSource]:
         members = order[source.labels[order] == label]
         held[members[: round(len(members) * _HELD_OUT)]] = True
     if not held.any():
-        raise ValueError("too few images to hold some out; give a folder with train/ and val/")
+        raise InputError("too few images to hold some out; give a folder with train/ and val/")
     return source.subset(np.flatnonzero(~held)), source.subset(np.flatnonzero(held))
 
 
@@ -196,19 +197,19 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
             dimensions = head[3] if len(head) > 3 else 0
             sizes = stream.read(4 * dimensions)
             if head[:3] != bytes([0, 0, _IDX_BYTE]) or len(sizes) < 4 * dimensions:
-                raise ValueError(f"{path} is not an idx file of bytes")
+                raise InputError(f"{path} is not an idx file of bytes")
             shape = struct.unpack(f">{dimensions}I", sizes)
             count = math.prod(shape)
             if count > _IDX_MOST:
-                raise ValueError(
+                raise InputError(
                     f"{path} must hold at most {_IDX_MOST} bytes; it says {count} bytes"
                 )
             values = np.frombuffer(stream.read(count + 1), dtype=np.uint8)
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
+        raise InputError(f"cannot read {path}: {error}") from error
     if values.size != count:
         got = "more" if values.size > count else values.size
-        raise ValueError(f"{path} must hold {count} bytes of data; got {got}")
+        raise InputError(f"{path} must hold {count} bytes of data; got {got}")
     return values.reshape(shape)
 
 
@@ -234,7 +235,7 @@ def _idx_pair(root: Path) -> tuple[ImageSource, ImageSource]:
 def _only(root: Path, pattern: str) -> Path:
     paths = sorted(root.glob(pattern))
     if not paths:
-        raise ValueError(f"{root} must hold a file like {pattern}")
+        raise InputError(f"{root} must hold a file like {pattern}")
     return paths[0]
 
 

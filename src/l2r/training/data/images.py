@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from l2r.errors import InputError, blames_input
 from l2r.training.data.crops import Box, CenterCrop, RandomCrop
 from l2r.training.data.image_sources import (
     SIDEWAYS,
@@ -59,9 +60,9 @@ class ImageDataset(Dataset[ImageBatch]):
         seed: int = 0,
     ) -> None:
         if channels not in _MODES:
-            raise ValueError(f"channels must be 1 or 3; got {channels}")
+            raise InputError(f"channels must be 1 or 3; got {channels}")
         if len(source.labels) == 0:
-            raise ValueError("the image source is empty")
+            raise InputError("the image source is empty")
         self.source, self.size, self.channels = source, size, channels
         self.crop, self.seed = crop, seed
 
@@ -109,7 +110,7 @@ class ImageDataset(Dataset[ImageBatch]):
                 if not training:
                     break
             else:
-                raise ValueError(f"{_IN_A_ROW} images in a row are unreadable: {skipped[-1]}")
+                raise InputError(f"{_IN_A_ROW} images in a row are unreadable: {skipped[-1]}")
         shape = (0, self.size, self.size, self.channels)
         stack = np.stack(pixels) if pixels else np.empty(shape, dtype=np.uint8)
         tensor = torch.from_numpy(stack).permute(0, 3, 1, 2).contiguous()
@@ -127,7 +128,9 @@ class ImageDataset(Dataset[ImageBatch]):
                 if turn in SIDEWAYS:  # of the stored image; no crop prefers a side
                     box = (box[1], box[0], box[3], box[2])
                 return self._scaled(image, box, turn)
-        except UNREADABLE:
+        except UNREADABLE as error:
+            if not blames_input(error):
+                raise
             return None
 
     def _scaled(
@@ -215,6 +218,6 @@ def sample_indices(dataset: ImageDataset, most: int | None = None) -> Int[np.nda
     ValueError for less than one image.
     """
     if most is not None and most < 1:
-        raise ValueError(f"images to take must be >= 1; got {most}")
+        raise InputError(f"images to take must be >= 1; got {most}")
     count = len(dataset) if most is None else min(most, len(dataset))
     return np.sort(epoch_order(len(dataset), 0, 0)[:count]).astype(np.int64)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from l2r.errors import InputError, blames_input
 from l2r.training.data.shards import SHARD_SUFFIXES, TEXT_FILES
 from l2r.training.data.sources import domain_files
 
@@ -63,14 +64,16 @@ def shard_source(data: str, plan: "ShardPlan | None") -> ShardSource:
         folder = Path(data)
         return ShardSource(folder_listing(folder), f"{data}/", {"shards": folder.resolve().name})
     if plan is None:
-        raise ValueError("give --plan for the hub's shards, or --data with a folder of shards")
+        raise InputError("give --plan for the hub's shards, or --data with a folder of shards")
     from huggingface_hub import HfApi
 
     repository = plan.repository
     try:
         info = HfApi().dataset_info(repository, revision=plan.revision)
     except Exception as error:  # its HTTP library, and so its errors, change with its version
-        raise ValueError(
+        if not blames_input(error):
+            raise
+        raise InputError(
             f"cannot list {repository} on the Hugging Face hub ({type(error).__name__}: {error}); "
             f"check the network, or name a local folder of shards"
         ) from error

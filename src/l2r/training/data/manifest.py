@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from l2r.errors import InputError
 from l2r.runs.atomic import write_json
 from l2r.runs.reading import parse_json, read_bytes
 
@@ -100,26 +101,26 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = Path(folder) / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{folder} has no {MANIFEST}; write token files with l2r data prepare")
+        raise InputError(f"{folder} has no {MANIFEST}; write token files with l2r data prepare")
     try:
         values = parse_json(read_bytes(path))
         if values["format"] != FORMAT:
-            raise ValueError(f"format must be {FORMAT!r}; got {values['format']!r}")
+            raise InputError(f"format must be {FORMAT!r}; got {values['format']!r}")
         manifest = Manifest(
             tokenizer=typed(TokenizerIdentity, values["tokenizer"]),
             files=tuple(typed(TokenFile, entry) for entry in values["files"]),
             source=dict(values.get("source", {})),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a token manifest: {error}") from error
+        raise InputError(f"{path} is not a token manifest: {error}") from error
     tokenizer = manifest.tokenizer
     if not 0 <= tokenizer.eos_token_id < tokenizer.vocab_size <= _LARGEST_VOCABULARY:
-        raise ValueError(
+        raise InputError(
             f"{path} is not a token manifest: it must have 0 <= eos_token_id < vocab_size <= "
             f"{_LARGEST_VOCABULARY}; got {tokenizer.eos_token_id} and {tokenizer.vocab_size}"
         )
     if not manifest.files:
-        raise ValueError(f"{path} lists no token files; the folder is empty")
+        raise InputError(f"{path} lists no token files; the folder is empty")
     for file in manifest.files:
         check_plain_name(file.name, where=str(path))
     return manifest
@@ -137,14 +138,14 @@ def typed(kind: type[T], values: Any) -> T:
         value = getattr(record, part.name)
         if type(value) is not part.type or (part.type is int and value < 0):
             need = "a text" if part.type is str else "an integer >= 0"
-            raise ValueError(f"{part.name} must be {need}; got {value!r:.80}")
+            raise InputError(f"{part.name} must be {need}; got {value!r:.80}")
     return record
 
 
 def check_plain_name(name: str, *, where: str) -> None:
     """Raise ValueError unless ``name`` is a plain file name inside one folder."""
     if not _PLAIN_NAME.match(name):
-        raise ValueError(
+        raise InputError(
             f"file names in {where} must be letters, digits, '.', '_' or '-'; got {name!r}"
         )
 
@@ -165,7 +166,7 @@ def check_same_tokenizer(manifests: Sequence[Manifest]) -> TokenizerIdentity:
     first = manifests[0].tokenizer
     for manifest in manifests[1:]:
         if not manifest.tokenizer.is_same(first):
-            raise ValueError(
+            raise InputError(
                 f"token folders must share one tokenizer; got {first.name!r} ({first.vocab_size}) "
                 f"and {manifest.tokenizer.name!r} ({manifest.tokenizer.vocab_size})"
             )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from l2r.errors import InputError
 from l2r.runs.atomic import write_text
 from l2r.runs.reading import file_sha256
 from l2r.training.data.manifest import TokenizerIdentity
@@ -24,7 +25,7 @@ def write_new_tokenizer(
     more than 2^24.
     """
     if not LEAST_VOCABULARY <= vocab_size <= MOST_VOCABULARY:
-        raise ValueError(
+        raise InputError(
             f"vocab_size must be >= {LEAST_VOCABULARY} and <= {MOST_VOCABULARY}; got {vocab_size}"
         )
     tokenizer = _train(texts, vocab_size)

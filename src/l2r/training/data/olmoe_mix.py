@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from l2r.errors import InputError
 from l2r.runs.atomic import write_json
+from l2r.runs.reading import read_bytes
 from l2r.training.data.shuffling import epoch_order
 
 PAPER_SEED = 2025
@@ -104,7 +106,7 @@ def plan_subset(
     Raises ValueError for a target below 1 or above the mixture.
     """
     if not 1 <= target_tokens <= mixture.tokens:
-        raise ValueError(
+        raise InputError(
             f"tokens must be between 1 and {mixture.tokens:.4g} (all of {mixture.repository}); "
             f"got {target_tokens}"
         )
@@ -129,7 +131,7 @@ def name_shards(
     for domain in plan.domains:
         names = sorted(listing.get(domain.name, ()))
         if len(names) != domain.total_shards:
-            raise ValueError(
+            raise InputError(
                 f"the listing must have {domain.total_shards} shards of {domain.name}; "
                 f"got {len(names)}; a part of them serves a plan that names files (--listing)"
             )
@@ -148,11 +150,11 @@ def read_plan(path: Path) -> ShardPlan:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        return TypeAdapter(ShardPlan).validate_json(path.read_bytes())
+        return TypeAdapter(ShardPlan).validate_json(read_bytes(path))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "file"
-        raise ValueError(
+        raise InputError(
             f"{path} is not a shard plan: {field}: {first['msg']}; make one with l2r data plan"
         ) from error
 
@@ -165,5 +167,5 @@ def parse_tokens(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
     count = 0.0 if match is None else float(match[1]) * _SUFFIXES[match[2]]
     if not 1 <= count < math.inf:
-        raise ValueError(f"tokens must look like 200B, 1.5T or 500000; got {text!r}")
+        raise InputError(f"tokens must look like 200B, 1.5T or 500000; got {text!r}")
     return round(count)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from l2r.errors import InputError
 from l2r.runs.atomic import hold, make_folder, remove_unfinished
 from l2r.training.data.manifest import Manifest, TokenizerIdentity, plain_name, write_manifest
 from l2r.training.data.olmoe_mix import ShardPlan, name_shards
@@ -60,7 +61,7 @@ def shard_tasks(
         for domain, shard in ((d.name, s) for d in plan.domains for s in d.shards):
             file = there.get(str(shard.file).removeprefix("data/"))
             if file is None:
-                raise ValueError(f"the source lacks {shard.file}, which the plan names")
+                raise InputError(f"the source lacks {shard.file}, which the plan names")
             chosen.append((domain, shard.index, file))
     return [
         ShardTask(f"{plain_name(domain)}-{index:05d}", domain, file, prefix + file)
@@ -94,13 +95,13 @@ def prepare_tokens(
     and BadShardError (a ValueError) for a bad shard.
     """
     if workers < 1:
-        raise ValueError(f"workers must be >= 1; got {workers}")
+        raise InputError(f"workers must be >= 1; got {workers}")
     if on_bad_shard not in get_args(OnBadShard):
-        raise ValueError(f"on_bad_shard must be refuse or skip; got {on_bad_shard!r}")
+        raise InputError(f"on_bad_shard must be refuse or skip; got {on_bad_shard!r}")
     make_folder(out)
     with hold(out / ".lock") as mine:
         if not mine:
-            raise ValueError(f"out {out} is being written by another process; wait for its end")
+            raise InputError(f"out {out} is being written by another process; wait for its end")
         return _prepare(
             tasks, out, tokenizer, split, workers, on_bad_shard, source or {}, on_progress
         )
@@ -145,7 +146,7 @@ def _prepare(
                 done[task.name] = result
                 counter.finished(task.name, _tokens(result))
     if not done:
-        raise ValueError("no shard could be read; every one of them was skipped")
+        raise InputError("no shard could be read; every one of them was skipped")
     ordered = {task.file: skipped[task.file] for task in tasks if task.file in skipped}
     finished = [done[task.name] for task in tasks if task.name in done]
     return _write_manifests(folders, finished, identity, split, source, ordered)
@@ -165,7 +166,7 @@ def _write_manifests(
         origin = {**source, **described, "skipped": skipped}
         manifests[part] = Manifest(identity, tuple(parts[part] for parts in finished), origin)
         if manifests[part].tokens == 0:
-            raise ValueError(
+            raise InputError(
                 f"no document went to {part}; raise share={split.share} or "
                 f"hold_out={split.hold_out}"
             )

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from l2r.errors import InputError
 from l2r.runs.atomic import write_json
 from l2r.runs.reading import parse_json, read_bytes
 from l2r.training.data.manifest import TokenFile, TokenizerIdentity, typed
@@ -54,19 +55,19 @@ class Receipts:
             split = Split(**values.get("split", {}))
             shard, entry = str(values["shard"]), typed(TokenFile, values["entry"])
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} is no receipt of a shard: {error}; remove it") from error
+            raise InputError(f"{path} is no receipt of a shard: {error}; remove it") from error
         if tokenizer != self.identity or shard != task.file:
-            raise ValueError(
+            raise InputError(
                 f"{folder} holds tokens of {shard} by tokenizer {tokenizer.name!r}; "
                 f"write {task.file} by {self.identity.name!r} to another folder"
             )
         if values.get("bytes") not in (None, shard_bytes(task.url)):  # 0.2.0 wrote none
-            raise ValueError(
+            raise InputError(
                 f"{task.file} has changed since its tokens were written to {folder}; write them "
                 f"to another folder"
             )
         if split != self.split:
-            raise ValueError(
+            raise InputError(
                 f"{folder} was begun with hold_out={split.hold_out}, share={split.share}; got "
                 f"hold_out={self.split.hold_out}, share={self.split.share}; give the same or "
                 f"write to another folder"

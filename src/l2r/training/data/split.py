@@ -8,6 +8,8 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from l2r.errors import InputError
+
 TRAIN_PART, VALIDATION, TOKENIZER = "train", "validation", "tokenizer"
 
 
@@ -24,9 +26,9 @@ class Split:
 
     def __post_init__(self) -> None:
         if not 0 <= self.hold_out < 1:
-            raise ValueError(f"hold_out must be >= 0 and < 1; got {self.hold_out}")
+            raise InputError(f"hold_out must be >= 0 and < 1; got {self.hold_out}")
         if not 0 < self.share <= 1:
-            raise ValueError(f"share must be > 0 and <= 1; got {self.share}")
+            raise InputError(f"share must be > 0 and <= 1; got {self.share}")
 
     def folders(self, out: Path) -> dict[str, Path]:
         """Folder of each part; training tokens lie in ``out`` itself where nothing is held out."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from l2r.errors import InputError, PathError, using
 from l2r.runs.atomic import new_file, publish
 from l2r.training.data.manifest import (
     ENDS,
@@ -33,7 +34,8 @@ class TokenWriter:
         self.tokenizer = tokenizer
         self.tokens = 0
         self.documents = 0
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with using(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         self._bin = _HashedFile(self.folder / f"{name}.bin")
         self._ends = _HashedFile(self.folder / f"{name}.ends")
 
@@ -46,7 +48,7 @@ class TokenWriter:
         if array.size == 0:
             return
         if array.min() < 0 or array.max() >= self.tokenizer.vocab_size:
-            raise ValueError(
+            raise InputError(
                 f"token ids must be in [0, {self.tokenizer.vocab_size}); got "
                 f"[{array.min()}, {array.max()}] in document {self.documents} of {self.name}"
             )
@@ -124,7 +126,7 @@ class _HashedFile:
         try:
             yield
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
+            raise PathError(error.errno, error.strerror, str(self._path)) from error
 
     def remove(self) -> None:
         with contextlib.suppress(OSError):  # a full disk has no room for what its buffer holds

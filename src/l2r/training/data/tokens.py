@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Int, UInt
 from torch import Tensor
 
+from l2r.errors import InputError
 from l2r.runs.reading import file_sha256
 from l2r.training.data.manifest import (
     ENDS,
@@ -57,10 +58,10 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         verify: bool = False,
     ) -> None:
         if sequence_length < 2:
-            raise ValueError(f"sequence_length must be >= 2; got {sequence_length}")
+            raise InputError(f"sequence_length must be >= 2; got {sequence_length}")
         folders = [source] if isinstance(source, str | Path) else list(source)
         if not folders:
-            raise ValueError("source must be a token folder or a list of them; got an empty list")
+            raise InputError("source must be a token folder or a list of them; got an empty list")
         manifests = [read_manifest(Path(folder)) for folder in folders]
         self.sequence_length = sequence_length
         self.tokenizer = check_same_tokenizer(manifests)
@@ -76,7 +77,7 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         self._starts = np.concatenate([[0], np.cumsum(counts)])
         self._maps: dict[int, UInt[np.ndarray, " n"]] = {}
         if len(self) == 0:
-            raise ValueError(
+            raise InputError(
                 f"no token file of {folders[0]} holds one instance of {sequence_length} tokens; "
                 f"lower sequence_length"
             )
@@ -119,7 +120,7 @@ class TokenDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
             ids[row] = self._tokens(position)[start : start + length]
             if ids[row].max() >= self.tokenizer.vocab_size:
                 folder, file = self._files[position]
-                raise ValueError(
+                raise InputError(
                     f"token ids of {folder / file.name}.bin must be below "
                     f"{self.tokenizer.vocab_size}; got {ids[row].max()}; write it again"
                 )
@@ -170,11 +171,11 @@ def check_file(
     for name, (size, sha256) in expected.items():
         path = folder / name
         if not path.is_file():
-            raise ValueError(f"{path} is missing; the manifest lists it")
+            raise InputError(f"{path} is missing; the manifest lists it")
         if path.stat().st_size != size:
-            raise ValueError(f"{path} must have {size} bytes; got {path.stat().st_size}")
+            raise InputError(f"{path} must have {size} bytes; got {path.stat().st_size}")
         if verify and file_sha256(path) != sha256:
-            raise ValueError(f"{path} does not match the checksum in the manifest; write it again")
+            raise InputError(f"{path} does not match the checksum in the manifest; write it again")
 
 
 def _open_tokens(

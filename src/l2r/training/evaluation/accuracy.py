@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from l2r.errors import InputError
 from l2r.routers.observe import evaluating
 from l2r.routers.offload import device_of
 from l2r.training.data.images import ImageDataset, read_ahead, sample_indices, standardize
@@ -49,7 +50,7 @@ def evaluate_accuracy(
     model's classes.
     """
     if batch_size < 1:
-        raise ValueError(f"batch_size must be >= 1; got {batch_size}")
+        raise InputError(f"batch_size must be >= 1; got {batch_size}")
     device = device_of(model)
     indices = sample_indices(dataset, max_images)
     total = len(indices)
@@ -66,7 +67,7 @@ def evaluate_accuracy(
             logits = getattr(output, "logits", output).float()
             labels = batch.labels.to(device)
             if int(labels.max()) >= logits.shape[1]:
-                raise ValueError(
+                raise InputError(
                     f"the model has {logits.shape[1]} classes; got an image of class "
                     f"{dataset.classes[int(labels.max())]!r}, number {int(labels.max())}"
                 )
@@ -77,5 +78,5 @@ def evaluate_accuracy(
             count += len(labels)
             progress(count + len(skipped), total)
     if count == 0:
-        raise ValueError(f"none of {total} images can be read, e.g. {skipped[0]}")
+        raise InputError(f"none of {total} images can be read, e.g. {skipped[0]}")
     return Accuracy(first / count, five / count, loss / count, count, tuple(skipped))

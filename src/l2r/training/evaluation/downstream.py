@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from l2r.errors import InputError
 from l2r.routers.observe import evaluating
 from l2r.training.evaluation.evaluation_settings import model_length
 from l2r.training.evaluation.store import TaskStore
@@ -61,7 +62,7 @@ def evaluate_tasks(
 def check_batch_size(batch_size: int) -> None:
     """Raise ValueError for a batch size below 1."""
     if batch_size < 1:
-        raise ValueError(f"batch_size must be >= 1; got {batch_size}")
+        raise InputError(f"batch_size must be >= 1; got {batch_size}")
 
 
 def read_tasks(
@@ -81,7 +82,7 @@ def read_tasks(
     """
     chosen = select_tasks(tasks)
     if limit is not None and requests is not None:
-        raise ValueError(f"give limit or requests, not both; got {limit} and {requests}")
+        raise InputError(f"give limit or requests, not both; got {limit} and {requests}")
     reader = task_tokenizer(tokenizer, vocab_size=config.get_text_config().vocab_size)
     length = model_length(config) if max_length is None else max_length
     read = []
@@ -123,7 +124,7 @@ def _documents(task: Task, limit: int | None, requests: int | None) -> int | Non
     if requests is None:
         return limit
     if requests < task.answers:
-        raise ValueError(f"requests must be >= {task.answers} for {task.name}; got {requests}")
+        raise InputError(f"requests must be >= {task.answers} for {task.name}; got {requests}")
     return requests // task.answers
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from l2r.errors import InputError
+
 # NOTE: the paper does not say at what length it evaluates; 2048 is the default of the in-loop
 # evaluation that OLMoE was trained with.
 DEFAULT_MAX_LENGTH = 2048
@@ -22,9 +24,9 @@ class Windows:
 
     def __post_init__(self) -> None:
         if self.context < 2:  # one token predicts nothing
-            raise ValueError(f"length must be >= 2; got {self.context}")
+            raise InputError(f"length must be >= 2; got {self.context}")
         if not 1 <= self.stride < self.context:
-            raise ValueError(
+            raise InputError(
                 f"stride must lie between 1 and {self.context - 1}, so that every window begins "
                 f"with tokens that are scored already; got {self.stride}"
             )
@@ -79,11 +81,11 @@ class TaskSettings:
 
     def __post_init__(self) -> None:
         if self.split not in ("val", "test"):
-            raise ValueError(f"split must be val or test; got {self.split!r}")
+            raise InputError(f"split must be val or test; got {self.split!r}")
         for name, least in (("limit", 1), ("requests", 1), ("max_length", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 option = name.removeprefix("max_")
-                raise ValueError(f"{option} must be >= {least}; got {value}")
+                raise InputError(f"{option} must be >= {least}; got {value}")
         if self.limit is not None and self.requests is not None:
-            raise ValueError(f"give limit or requests, not both; got {self.limit}, {self.requests}")
+            raise InputError(f"give limit or requests, not both; got {self.limit}, {self.requests}")

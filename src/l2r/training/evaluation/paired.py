@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from statistics import NormalDist
 from typing import NamedTuple
 
+from l2r.errors import InputError
 from l2r.training.evaluation.paper_rows import TASKS_OF
 from l2r.training.evaluation.task_scoring import TaskResult
 
@@ -50,7 +51,7 @@ def paired_row(
 def _estimate(first: TaskResult, second: TaskResult) -> _Estimate:
     before, after = ({d.document: d.hit for d in result.scored} for result in (first, second))
     if before.keys() != after.keys() or not before:
-        raise ValueError(
+        raise InputError(
             f"two results of {first.task} must be of the same documents; got {len(before)} and "
             f"{len(after)} documents, {len(before.keys() & after.keys())} of them in both"
         )

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from olmo_eval import ICLMetric
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.routers.offload import device_of
 
 
@@ -147,7 +148,7 @@ def summarize(task: str, requests: Sequence[Request], *, truncated: int = 0) -> 
     if not requests:
         raise ValueError(f"task {task} has no scored requests")
     if any(math.isnan(request.score) for request in requests):
-        raise ValueError(f"the model gives log-likelihoods that are not numbers on task {task}")
+        raise InputError(f"the model gives log-likelihoods that are not numbers on task {task}")
     unique = {(r.document, r.answer): r for r in requests}
     documents: dict[int, list[Request]] = {}
     for _, request in sorted(unique.items()):

@@ -5,6 +5,7 @@ from typing import Any
 
 from olmo_eval import HFTokenizer, Tokenizer
 
+from l2r.errors import InputError
 from l2r.hf.checkpoints import token_ids, tokenizer_errors
 
 _OLMOE_VOCABULARY = range(50280, 50305)  # 50,280 entries; OLMoE's embedding is padded to 50,304
@@ -72,7 +73,7 @@ def task_tokenizer(tokenizer: Any, *, vocab_size: int) -> Tokenizer:
     """
     if tokenizer is None:
         if vocab_size not in _OLMOE_VOCABULARY:
-            raise ValueError(
+            raise InputError(
                 f"the checkpoint has no tokenizer, and its vocabulary of {vocab_size} is not "
                 f"OLMoE's; save its tokenizer in its folder or give one"
             )
@@ -81,7 +82,7 @@ def task_tokenizer(tokenizer: Any, *, vocab_size: int) -> Tokenizer:
         )
     reader = tokenizer if isinstance(tokenizer, Tokenizer) else TaskTokenizer(tokenizer)
     if reader.vocab_size > vocab_size:
-        raise ValueError(
+        raise InputError(
             f"tokenizer must have at most the model's {vocab_size} entries; got {reader.vocab_size}"
         )
     return reader

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from l2r.errors import InputError
 from l2r.runs.spelling import nearest
 
 Split = Literal["val", "test"]
@@ -65,7 +66,7 @@ def select_tasks(names: str | Sequence[str]) -> tuple[Task, ...]:
     for name in wanted:
         if name not in _NAMED:
             hint = nearest(name, _NAMED)
-            raise ValueError(f"tasks must be among {', '.join(_NAMED)}; got {name!r}{hint}")
+            raise InputError(f"tasks must be among {', '.join(_NAMED)}; got {name!r}{hint}")
         chosen += _NAMED[name]
     return tuple(task for task in PAPER_TASKS if task in chosen)
 
@@ -92,7 +93,7 @@ def build_requests(
 
     for name, value in (("limit", limit), ("max_length", max_length)):
         if value is not None and value < 1:
-            raise ValueError(f"{name} must be >= 1; got {value}")
+            raise InputError(f"{name} must be >= 1; got {value}")
     entry = LABEL_TO_TASK_MAP[task.labels[split]]
     base, options = entry if isinstance(entry, tuple) else (entry, {})
 

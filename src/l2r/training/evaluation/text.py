@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from l2r.errors import InputError
 from l2r.hf.checkpoints import (
     Placement,
     checkpoint_digest,
@@ -45,7 +46,7 @@ class Texts:
         self, paths: Sequence[Path], limit: int | None = None, *, own: str | None = None
     ) -> None:
         if limit is not None and limit < 1:
-            raise ValueError(f"limit must be >= 1; got {limit}")
+            raise InputError(f"limit must be >= 1; got {limit}")
         self.limit, self.own = limit, own
         names = {path.resolve().name: path for path in paths}
         self.paths = names if len(names) == len(paths) else {str(path): path for path in paths}
@@ -55,7 +56,7 @@ class Texts:
             self.bytes += len(content)
             sums.update(repr((file, document, len(content))).encode() + content)
         if not self.bytes:
-            raise ValueError(f"text must not be empty; got {', '.join(self.paths)}")
+            raise InputError(f"text must not be empty; got {', '.join(self.paths)}")
         self.digest = sums.hexdigest()
 
     def __iter__(self) -> Iterator[tuple[str, str, str]]:
@@ -93,7 +94,7 @@ def evaluate_text(
     trusted = {"trust_remote_code": trust_remote_code}
     tokenizer, config = load_tokenizer(folder, **trusted), load_config(folder, **trusted)
     if tokenizer is None:
-        raise ValueError(f"a checkpoint needs a tokenizer to read text; {folder} has none")
+        raise InputError(f"a checkpoint needs a tokenizer to read text; {folder} has none")
     windows, start = settings.windows(config), start_token(tokenizer, config)
     identity = {**asdict(settings), "weights": checkpoint_digest(folder), "text": texts.digest}
     stem = make_folder(out, "evaluation") / f"text-{texts.digest[:8]}"

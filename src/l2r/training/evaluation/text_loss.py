@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from l2r.errors import InputError
 from l2r.stats.intervals import Ratio, ratio_of_sums
 
 ALL_FILES = "in all"
@@ -88,7 +89,7 @@ def text_differences(
     if [(d.file, d.document, d.bytes) for d in first] != [
         (d.file, d.document, d.bytes) for d in second
     ]:
-        raise ValueError(
+        raise InputError(
             "two checkpoints are compared on the same documents; got "
             f"{len(first)} and {len(second)} that are not the same"
         )

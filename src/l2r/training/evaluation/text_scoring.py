@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.hf.checkpoints import token_ids
 from l2r.routers.observe import evaluating
 from l2r.routers.offload import device_of
@@ -41,7 +42,7 @@ def read_tokens(tokenizer: Any, text: str, vocab_size: int) -> Tokens:
     options = {"add_special_tokens": False, "split_special_tokens": True}
     ids: list[int] = token_ids(tokenizer, text, **options)
     if ids and max(ids) >= vocab_size:
-        raise ValueError(
+        raise InputError(
             f"token ids must be below the checkpoint's vocab_size {vocab_size}; got {max(ids)}"
         )
     return torch.tensor(ids, dtype=torch.int32)
@@ -65,9 +66,9 @@ def document_losses(
     numbers.
     """
     if batch_size < 1:
-        raise ValueError(f"batch_size must be >= 1; got {batch_size}")
+        raise InputError(f"batch_size must be >= 1; got {batch_size}")
     if start is not None and start >= vocab_size:
-        raise ValueError(f"end-of-text must be below vocab_size {vocab_size}; got {start}")
+        raise InputError(f"end-of-text must be below vocab_size {vocab_size}; got {start}")
     device = device_of(model)
     prefix = torch.tensor([] if start is None else [start], dtype=torch.int32)
     rows = [torch.cat([prefix, ids]) for ids in documents]
@@ -87,5 +88,5 @@ def document_losses(
                 losses[number] += float(row[scored - first - 1 : end - first - 1].sum())
             on_progress(at + len(batch), len(cuts))
     if not all(map(math.isfinite, losses)):
-        raise ValueError("the model gives log-likelihoods that are not numbers on this text")
+        raise InputError("the model gives log-likelihoods that are not numbers on this text")
     return losses

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from l2r.errors import InputError
 from l2r.runs.reading import parse_yaml
 
 # What a recipe says of its images, by section; it says nothing of others.
@@ -49,7 +50,7 @@ def set_field(values: Mapping[str, Any], field: str, value: Any) -> dict[str, An
     for parent in parents:
         section = section.get(parent, {})
         if not isinstance(section, dict):
-            raise ValueError(f"{field} is not a field: {parent} holds a value, not fields")
+            raise InputError(f"{field} is not a field: {parent} holds a value, not fields")
     nested = {last: value}
     for parent in reversed(parents):
         nested = {parent: nested}
@@ -60,12 +61,12 @@ def read_change(change: str) -> tuple[str, Any]:
     """Field and value of ``key.sub=value``. Raises ValueError unless it is that, in YAML."""
     field, separator, text = change.partition("=")
     if not separator or not field:
-        raise ValueError(f"changes must look like key.sub=value; got {change!r}")
+        raise InputError(f"changes must look like key.sub=value; got {change!r}")
     try:
         return field, parse_yaml(text)
-    except ValueError as error:
+    except InputError as error:
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-        raise ValueError(f"{field} has a value that is not valid YAML: {shown!r}") from error
+        raise InputError(f"{field} has a value that is not valid YAML: {shown!r}") from error
 
 
 def _for_images(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

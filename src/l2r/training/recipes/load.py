@@ -7,6 +7,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from pydantic import ValidationError
 
+from l2r.errors import InputError
 from l2r.runs.reading import read_yaml
 from l2r.runs.spelling import known_as, nearest
 from l2r.training.recipes.changes import merge, read_change, set_field
@@ -32,7 +33,7 @@ def recipes_in(folder: str) -> list[str]:
     names = [name for name in recipe_names() if name.rpartition("/")[0] == folder]
     if not names:
         hint = nearest(folder, folders)
-        raise ValueError(
+        raise InputError(
             f"unknown recipe folder {folder!r}{hint}; known: {', '.join(sorted(folders))}"
         )
     return names
@@ -113,8 +114,8 @@ def _sections(values: Mapping[str, Any], given: Mapping[str, Any], source: str) 
 def _check_read(recipe: AnyRecipe, given: Mapping[str, Any], source: str) -> None:
     try:
         recipe.check_read(given)  # alone: what a base says may be for other recipes
-    except ValueError as error:
-        raise ValueError(f"recipe {source}: {error}") from error
+    except InputError as error:
+        raise InputError(f"recipe {source}: {error}") from error
 
 
 def _validated(
@@ -122,12 +123,12 @@ def _validated(
 ) -> AnyRecipe:
     task = values.get("task")
     if not isinstance(task, str) or task not in _KINDS:
-        raise ValueError(f"recipe {source}: task must be {' or '.join(_KINDS)}; got {task!r}")
+        raise InputError(f"recipe {source}: task must be {' or '.join(_KINDS)}; got {task!r}")
     kind = _KINDS[task]
     try:
         return kind.model_validate(values, context=context)
     except ValidationError as error:
-        raise ValueError(f"recipe {source}: {first_problem(error, kind)}") from error
+        raise InputError(f"recipe {source}: {first_problem(error, kind)}") from error
 
 
 def dump_recipe(recipe: AnyRecipe) -> str:
@@ -142,7 +143,7 @@ def _read(name: str, depth: int = 0) -> dict[str, Any]:
     if base is None:
         return values
     if depth >= _MAX_BASES:
-        raise ValueError(f"recipe {name} has more than {_MAX_BASES} bases; is one its own base?")
+        raise InputError(f"recipe {name} has more than {_MAX_BASES} bases; is one its own base?")
     return merge(_read(str(base), depth + 1), values)
 
 
@@ -160,16 +161,16 @@ def _values(name: str) -> dict[str, Any]:
 
 def _file_values(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ValueError(f"recipe file {path} does not exist")
+        raise InputError(f"recipe file {path} does not exist")
     return read_yaml(path)
 
 
-def _unknown(name: str) -> ValueError:
+def _unknown(name: str) -> InputError:
     inside = [recipe for recipe in recipe_names() if recipe.startswith(f"{name}/")]
     if inside:
-        return ValueError(f"{name!r} is a folder of recipes; choose one: {', '.join(inside)}")
+        return InputError(f"{name!r} is a folder of recipes; choose one: {', '.join(inside)}")
     hint = nearest(name, recipe_names())
-    return ValueError(f"unknown recipe {name!r}{hint}; l2r train --list shows all")
+    return InputError(f"unknown recipe {name!r}{hint}; l2r train --list shows all")
 
 
 def full_name(field: str, kind: Any) -> str:

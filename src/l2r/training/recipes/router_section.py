@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import PlainSerializer, PlainValidator, ValidationInfo
 
+from l2r.errors import InputError
+
 SECTIONS_ONLY = {"router": False}
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ def _reader(read: Read) -> Callable[[Any, ValidationInfo], Any]:
         if isinstance(values, RouterConfig):
             return values
         if not isinstance(values, Mapping):
-            raise ValueError(f"must be a section such as {{kind: l2r_sips}}; got {values!r}")
+            raise InputError(f"must be a section such as {{kind: l2r_sips}}; got {values!r}")
         return read(values, info.data.get("model"))
 
     return validate
@@ -57,7 +59,7 @@ def _language(values: Mapping[str, Any], model: Any) -> "RouterConfig":
     if "preset" not in values:
         return RouterConfig.from_dict(values)
     if model is None:
-        raise ValueError("preset needs a valid model section")  # whose problem is reported first
+        raise InputError("preset needs a valid model section")  # whose problem is reported first
     return preset_router(
         values,
         num_experts=model.num_experts,
@@ -72,7 +74,7 @@ def _vision(values: Mapping[str, Any], model: Any) -> "RouterConfig":
 
     del model
     if "preset" in values:
-        raise ValueError(
+        raise InputError(
             "preset is for language: on images its setting was not better "
             f"(docs/evidence.md); got preset={values['preset']!r}"
         )

@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from l2r.errors import InputError
 from l2r.runs.loss_names import BalanceVariant, ZVariant
 from l2r.runs.read_with import OtherThan, ReadWith, check_read
 from l2r.training.recipes.router_section import LanguageRouter, default_router
@@ -35,7 +36,7 @@ class Section(BaseModel):
     def check_multiple(self, large: str, small: str) -> None:
         """Raise ValueError unless one field is a multiple of another."""
         if getattr(self, large) % getattr(self, small):
-            raise ValueError(
+            raise InputError(
                 f"{large} must be a multiple of {small}; got "
                 f"{getattr(self, large)} and {getattr(self, small)}"
             )
@@ -59,7 +60,7 @@ class Section(BaseModel):
 def check_experts(model: Any) -> None:
     """Raise ValueError where a token would take more experts than there are."""
     if model.num_experts_per_tok > model.num_experts:
-        raise ValueError(
+        raise InputError(
             f"num_experts_per_tok must be <= num_experts; got "
             f"{model.num_experts_per_tok} > {model.num_experts}"
         )
@@ -92,7 +93,7 @@ class OlmoeSection(Section):
         self.check_multiple("hidden_size", "num_attention_heads")
         size = self.hidden_size // self.num_attention_heads
         if size % 2:  # halves are rotated by positions
-            raise ValueError(
+            raise InputError(
                 f"hidden_size / num_attention_heads must be even; got {self.hidden_size} / "
                 f"{self.num_attention_heads} = {size}"
             )
@@ -136,7 +137,7 @@ class TextSection(Section):
     @model_validator(mode="after")
     def _both_splits(self) -> Self:
         if bool(self.tokens) != bool(self.validation_tokens):
-            raise ValueError("tokens and validation_tokens go together; give both or neither")
+            raise InputError("tokens and validation_tokens go together; give both or neither")
         return self
 
 
@@ -171,10 +172,10 @@ class TrainingSection(Section):
     def _one_length(self) -> Self:
         limits = [n for n in ("steps", "tokens", "epochs") if getattr(self, n) is not None]
         if len(limits) != 1:
-            raise ValueError(f"give exactly one of steps, tokens, epochs; got {limits or 'none'}")
+            raise InputError(f"give exactly one of steps, tokens, epochs; got {limits or 'none'}")
         self.check_multiple("global_batch", "micro_batch")
         if self.compile and self.activation_checkpointing:
-            raise ValueError(
+            raise InputError(
                 "compile must be false with activation_checkpointing=true, in which blocks that "
                 "leave their graph for the router are not compiled; got compile=true"
             )

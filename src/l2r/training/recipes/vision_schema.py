@@ -11,6 +11,7 @@ from pydantic import (
     model_validator,
 )
 
+from l2r.errors import InputError
 from l2r.runs.read_with import OtherThan
 from l2r.training.recipes.changes import PIXELS
 from l2r.training.recipes.router_section import VisionRouter, default_vision_router
@@ -51,9 +52,9 @@ class VitSection(Section):
         self.check_multiple("hidden_size", "num_attention_heads")
         check_experts(self)
         if self.moe_layers == []:
-            raise ValueError("moe_layers must have at least one block, or be null; got []")
+            raise InputError("moe_layers must have at least one block, or be null; got []")
         if any(block >= self.num_hidden_layers for block in self.moe_layers or []):
-            raise ValueError(
+            raise InputError(
                 f"moe_layers must be below num_hidden_layers={self.num_hidden_layers}; "
                 f"got {self.moe_layers}"
             )
@@ -104,7 +105,7 @@ class ImageSection(Section):
     def standard(self) -> Standard:
         """Mean and deviation. Raises ValueError where they are still to be read from the images."""
         if self.mean is None or self.deviation is None:
-            raise ValueError("data.mean and data.deviation are null: read them from the images")
+            raise InputError("data.mean and data.deviation are null: read them from the images")
         return Standard(self.mean, self.deviation)
 
     @model_validator(mode="after")
@@ -112,7 +113,7 @@ class ImageSection(Section):
         for name in ("crop_scale", "crop_aspect"):
             low, high = getattr(self, name)
             if low > high:
-                raise ValueError(f"{name} must ascend; got [{low}, {high}]")
+                raise InputError(f"{name} must ascend; got [{low}, {high}]")
         return self
 
 
@@ -129,25 +130,25 @@ class VisionRecipe(Recipe):
         channels, mean, deviation = self.model.num_channels, self.data.mean, self.data.deviation
         for name, numbers in (("mean", mean), ("deviation", deviation)):
             if None not in (numbers, channels) and len(numbers or ()) != channels:
-                raise ValueError(
+                raise InputError(
                     f"data.{name} must have model.num_channels={channels} numbers; got {numbers}"
                 )
         if mean is not None and deviation is not None and len(mean) != len(deviation):
-            raise ValueError(
+            raise InputError(
                 f"data.mean must have as many numbers as data.deviation; got {mean}, {deviation}"
             )
         mixing = self.data.augmentation.mixup > 0 or self.data.augmentation.cutmix > 0
         if mixing and self.training.micro_batch % 2:
-            raise ValueError(
+            raise InputError(
                 f"training.micro_batch must be even with mixup or cutmix, which pair images; "
                 f"got {self.training.micro_batch}"
             )
         if self.evaluation.tasks:
-            raise ValueError("evaluation.tasks are questions for language models; leave it empty")
+            raise InputError("evaluation.tasks are questions for language models; leave it empty")
         if self.training.tokens is not None:
-            raise ValueError("training.tokens is for language; give steps or epochs")
+            raise InputError("training.tokens is for language; give steps or epochs")
         if self.training.loss_chunk is not None:
-            raise ValueError("training.loss_chunk is for language; leave it out")
+            raise InputError("training.loss_chunk is for language; leave it out")
         return self
 
     def open_fields(self) -> tuple[str, ...]:
@@ -174,6 +175,6 @@ class VisionRecipe(Recipe):
         """
         for name in PIXELS["model"]:
             if getattr(self.model, name) is None:
-                raise ValueError(f"model.{name} is null: read it from the images")
+                raise InputError(f"model.{name} is null: read it from the images")
         options = self.model.model_dump(exclude={"num_labels", "dense"})
         return {**options, "router": self.router}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r.analysis.diagnostics.checks.own_loss import Asked, OwnLoss, own_loss_of
+from l2r.errors import InputError
 from l2r.functional import load_balancing_loss
 from l2r.hf.routes import unwrapped_model
 from l2r.hf.swap import Site, running_sites, trainable_parameters
@@ -227,7 +228,7 @@ class Subject:
         size = getattr(self.config, "image_size", None)
         if size is None:
             forward = ", ".join(inspect.signature(self.model.forward).parameters)
-            raise ValueError(
+            raise InputError(
                 "batch must hold the model's inputs where its config has neither vocab_size nor "
                 f"image_size; got batch=None, and forward takes {forward}"
             )

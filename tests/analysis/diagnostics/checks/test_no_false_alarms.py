@@ -11,7 +11,9 @@ from l2r.hf.swap import freeze_routers, train_routers_only
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import old_weight, router_sites
 from l2r.hf.swap.swap import replace_routers
+from l2r.routers import router_names
 from tests.hf.families import FAULTS, from_folder, tiny_model
+from tests.hf.routes.models import own_model
 from tests.hf.swap.test_composite_models import llava, qwen
 from tests.tiers import few_families
 
@@ -194,6 +196,12 @@ def test_scores_that_saturate_are_a_warning_and_no_replaced_forward(name):
             old_weight(site).mul_(3000 / old_weight(site).std())
     found = findings(model)["weights"]
     assert found.status == "warning" and "are saturated" in found.found
+
+
+@pytest.mark.parametrize("kind", router_names())
+def test_a_router_of_ours_with_a_selection_bias_selects_as_its_configuration_says(kind):
+    model = own_model(kind=kind, selection_bias=True).eval()
+    assert statuses(model)["selection"] == "ok"
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "ernie4_5_moe"])

@@ -11,8 +11,7 @@ from l2r.hf.swap.sites import find_sites
 from tests.hf.families import tiny_model
 
 DRAWS = 16  # of settings, biases and modes, each with 64 tokens; the first are of one setting each
-
-LOW = 80.0  # by how much some tokens' logits are lower: sigmoids of the size of what is added to their sum
+LOW = 80.0  # by how much some logits are lower: sigmoids so small that what is added to them counts
 
 
 def cases(name):

@@ -255,6 +255,15 @@ def test_packed_sequences_begin_where_their_positions_do():
 
 
 @torch.no_grad()
+def test_a_packed_row_may_begin_in_the_middle_of_a_sequence():
+    model, ids = family_model("olmoe"), token_ids(rows=2, columns=6)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5], [4, 5, 0, 1, 2, 3]])
+    with record(model) as recorder:
+        model(ids, position_ids=positions, use_cache=False)
+    assert recorder.routes().lengths.tolist() == [6, 2, 4]
+
+
+@torch.no_grad()
 def test_a_token_without_a_route_chooses_for_itself():
     model, ids = family_model("deepseek_v3"), token_ids(rows=1)
     whole = drawn_for(model, (12,))

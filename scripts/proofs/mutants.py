@@ -103,7 +103,7 @@ def main() -> int:
         if not options.page_only:
             only = [int(number) for number in options.only.split(",") if number]
             by_hand.run(options.work, only, fast=options.fast, again=options.again)
-        return write_page(options.work)
+        return by_hand.write(PAGE, options.work)
     if not options.page_only:
         for room in options.rooms:
             run_room(room, options.work, options.sample, again=options.again)
@@ -237,7 +237,7 @@ def write_page(work: Path) -> int:
         "|---|---|---|---|---|---|---|\n"
     )
     PAGE.parent.mkdir(exist_ok=True)
-    drawn = by_hand.section(work)
+    drawn = by_hand.section(PAGE.read_text(encoding="utf-8")) if PAGE.is_file() else ""
     PAGE.write_text(head + "\n".join(rows) + f"\n{drawn}" + "\n".join(sections), encoding="utf-8")
     print("\n".join(rows))
     return int(weak)

@@ -1,6 +1,7 @@
 """Swaps and exports file by file: the same folders as those made in memory, to the bit."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -112,6 +113,10 @@ def test_shards_keep_their_files_and_the_index_says_where_everything_is(config, 
         assert names == load_file(new / file).keys()
     sizes = [len(bits) for _, _, bits in bytes_of(new).values()]
     assert index["metadata"]["total_size"] == sum(sizes)
+    old = json.loads((stock / "model.safetensors.index.json").read_text())
+    numbers = [sum(math.prod(s) for s, *_ in bytes_of(f).values()) for f in (stock, new)]
+    totals = [part["metadata"]["total_parameters"] for part in (old, index)]
+    assert totals[1] - totals[0] == numbers[1] - numbers[0]
     ours, theirs = load_pretrained(new).state_dict(), load_pretrained(expected).state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

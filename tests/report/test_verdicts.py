@@ -29,6 +29,17 @@ def test_one_seed_ranks_nothing(tmp_path):
     )
 
 
+def test_one_seed_runs_from_the_best_accuracy(tmp_path):
+    values = {"linear": 0.5, "xmoe": 0.3, "l2r_sips": 0.4}
+    runs = [
+        made_run(tmp_path / name, task="vision", validation=lambda _, v=v: {"top1": v})
+        for name, v in values.items()
+    ]
+    assert of_runs(runs).says == (
+        "One seed ranks nothing: top-1 accuracy runs from 0.500 (linear) to 0.300 (xmoe)."
+    )
+
+
 def test_paired_differences_over_seeds_decide_and_only_they(tmp_path):
     """Pairs differ by 0.2 +- 0.01 where seeds differ by 1; the last arm's by 0 +- 1."""
     values = {

@@ -460,6 +460,13 @@ def test_hours_give_whole_seeds_and_what_is_done_costs_nothing():
     results = made_up(registered(), 1, values(), seconds=900)  # both arms of the first seed
     assert [seeds_that_fit(plan, results, hours, 1, 4) for hours in (0, 0.5, 1, 9)] == [1, 2, 3, 4]
     assert seeds_that_fit(plan, results, 0.5, 2, 4) == 3
+    half = made_up(registered(), 2, values(), seconds=900)[:3]  # of the second seed one arm
+    assert [seeds_that_fit(plan, half, hours, 1, 4) for hours in (0, 0.25, 0.5, 0.75)] == [
+        1,
+        2,
+        2,
+        3,
+    ]
     with pytest.raises(ValueError, match="hours need the time of a cell"):
         seeds_that_fit(plan, [], 1, 1, 4)
     on_gpu = [dataclasses.replace(r, facts={**r.facts, "gpus": ["other"]}) for r in results]

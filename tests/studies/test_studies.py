@@ -20,6 +20,7 @@ from l2r.report.evidence_figures import curves_with_bands, effect_plot
 from l2r.report.evidence_scales import size_plot
 from l2r.report.evidence_tables import effects_by_screen
 from l2r.report.verdicts import of_study
+from l2r.runs.folder import RunFolder
 from l2r.runs.study import MEASURES, OF_TEXT, Results
 from l2r.studies import judging
 from l2r.studies import train_cells as running
@@ -33,7 +34,7 @@ from l2r.studies.judging import (
 )
 from l2r.studies.processes import run_processes
 from l2r.studies.registration import Registered, read_plan
-from l2r.studies.share import run_share
+from l2r.studies.share import _curve, run_share
 from l2r.studies.study_plan import Plan
 from l2r.studies.train_cells import Outcome
 from l2r.training import loop
@@ -174,6 +175,15 @@ def stopped_in_step(number, monkeypatch):
 
     monkeypatch.setattr(running, "train", train)
     return steps
+
+
+def test_a_curve_counts_every_step_of_records_of_unequal_length(tmp_path):
+    """A run that was stopped after its third step logged the first four in two parts."""
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    for step, steps, ce in ((3, 3, 5.0), (4, 1, 9.0), (8, 4, 2.0), (9, 1, 1.0)):
+        run.append_metrics({"kind": "train_mean", "step": step, "steps": steps, "ce": ce})
+    assert _curve(run, 4) == [(4, 6.0), (8, 2.0), (9, 1.0)]
 
 
 @pytest.mark.slow("a training stopped twice")

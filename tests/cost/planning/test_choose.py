@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from l2r.cost.planning.choose import Assumptions, make_plan
+from l2r.cost.planning.choose import Assumptions, _Planner, make_plan
 from l2r.cost.planning.cost import step_bytes, step_time
 from l2r.cost.planning.cut import Cut
 from l2r.cost.planning.hardware import GPUS, find_gpu
@@ -35,6 +35,25 @@ def sizes(olmoe):
 def counted(sizes, monkeypatch):
     """Plans of the recipe above count its model once."""
     monkeypatch.setattr("l2r.cost.planning.choose.read_sizes", lambda _: sizes)
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize(
+    ("mixing", "sizes"),
+    [
+        ((0, 0), [1, 2, 3, 6]),
+        ((0.8, 0), [2, 6]),
+        ((0, 1.0), [2, 6]),
+        ((0.8, 1.0), [2, 6]),
+    ],
+)
+def test_mixed_images_come_in_pairs(mixing, sizes):
+    fields = zip(("mixup", "cutmix"), mixing, strict=True)
+    changes = [f"data.augmentation.{name}={value}" for name, value in fields]
+    changes += ["training.global_batch=24", "training.micro_batch=2"]
+    recipe = load_recipe("demo-vision/l2r-sips", changes)
+    planner = _Planner(recipe, Assumptions(GPUS["a100"]), None)
+    assert planner.micro_batches(4) == sizes
 
 
 def test_flops_by_part_are_the_matrices_a_token_meets(sizes):

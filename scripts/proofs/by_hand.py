@@ -98,7 +98,7 @@ def write(page: Path, work: Path) -> int:
         f"|{'---|' * 7}",
     ]
     for room, pairs in rows.items():
-        first = sum(entry["at_first"] == "fast" for entry, _ in pairs)
+        first = sum(entry.get("at_first") == "fast" for entry, _ in pairs)
         now = [sum(result["found"] == kind for _, result in pairs) for kind in kinds]
         lines.append(f"| {' | '.join(map(str, (room, len(pairs), first, *now)))} |")
     for entry, result in tried:

@@ -81,6 +81,6 @@ def run_tests(tree: Path, arguments: Sequence[str], seconds: float) -> Outcome:
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
     os.set_blocking(read, False)
-    with os.fdopen(read, "rb") as stream:
-        failed = (stream.read() or b"").decode(errors="replace").partition("\n")[0]
+    with os.fdopen(read, "rb") as pipe:
+        failed = (pipe.read() or b"").decode(errors="replace").partition("\n")[0]
     return Outcome(code, failed)

@@ -53,6 +53,17 @@ def test_experts_that_tie_in_half_precision_may_be_chosen_in_any_order():
     assert statuses(model)["weights"] == "ok"
 
 
+def test_padding_loads_no_expert():
+    """Three quarters of a batch are one token, whose experts are not overloaded by it."""
+    model, ids = with_loss(), torch.randint(3, 64, (4, 128))
+    mask = torch.zeros_like(ids)
+    mask[:, :32] = 1
+    batch = {"input_ids": torch.where(mask.bool(), ids, 1), "attention_mask": mask}
+    assert statuses(model, batch)["loads"] == "ok"
+    everywhere = {**batch, "attention_mask": torch.ones_like(mask)}
+    assert statuses(model, everywhere)["loads"] == "warning"
+
+
 @torch.no_grad()
 def test_groups_that_tie_may_be_chosen_in_any_order():
     """Groups of equal sums, though no expert of one has the logit or score of another's."""

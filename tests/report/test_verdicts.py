@@ -129,6 +129,16 @@ def test_a_diagnosis_counts_the_experts_that_are_ever_first():
     )
 
 
+def test_of_checkpoints_with_other_numbers_of_experts_the_least_share_is_named():
+    views = {"few": made_diagnosis(0), "many": made_diagnosis(1)}
+    for name, first, of in (("few", 3, 6), ("many", 5, 40)):
+        for layer in range(2):
+            shares = np.where(np.arange(of) < first, 1 / first, 0)
+            views[name].arrays[f"{layer}.top1"] = shares
+    says = of_checkpoints(views).says
+    assert says.startswith("Fewest of 2: many ever puts 5 of 40 experts first by layer.")
+
+
 @pytest.mark.parametrize(
     ("hours", "words"), [(0.05, "3.0 minutes"), (12.34, "12.3 hours"), (None, "9 tokens/s.")]
 )

@@ -74,9 +74,9 @@ workflows: $(VENV)/.test ## Check .github against its schemas
 fuzz: $(VENV)/.test ## 10,000 cases of damaged and absurd input
 	L2R_FUZZ=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/hardening -o addopts="-q --durations=0"
 
-mutants: $(VENV)/.test ## Change one place of the source at a time, see whether tests notice (hours); SAMPLE=60 a room
+mutants: $(VENV)/.test ## Change one place of the source at a time, see whether tests notice (hours); SAMPLE=60 a room, HAND=1 for those made by hand
 	$(INSTALL) -c constraints.txt -e '.[mutants]'
-	OMP_NUM_THREADS=1 $(BIN)/python scripts/proofs/mutants.py $(ROOM) --sample $(or $(SAMPLE),60)
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.proofs.mutants $(ROOM) $(if $(HAND),--by-hand,--sample $(or $(SAMPLE),60))
 
 sanitize: $(VENV)/.test ## The C++ router with addresses checked, 1,000 drawn calls (gcc's libasan)
 	$(BIN)/python scripts/proofs/sanitize.py --cases 1000

@@ -1,20 +1,18 @@
 """Mutation tests, room by room: change one place of the source, see whether a test turns red.
 
-    python scripts/proofs/mutants.py [ROOM ...] [--sample 60] [--again] [--work .mutants]
+    python -m scripts.proofs.mutants [ROOM ...] [--sample 60] [--again] [--work .mutants]
+    python -m scripts.proofs.mutants --by-hand [--fast] [--only 3,7] [--again]
 
 Cosmic Ray lists the mutants; each room has a sample chosen by a hash (0 for all). A copy of the
 tracked files is mutated, never this checkout. One process imports torch once and forks for every
 mutant, whose room's tests run until the first failure. Results are kept in WORK/ROOM.sqlite, so
 that a stopped run resumes; mutants of a changed source file are tried again, survivors with
 ``--again``. The table and every survivor go to dev/mutants.md, with the reasons in
-dev/mutants-explained.yaml.
+dev/mutants-explained.yaml. ``--by-hand`` tries the changes of mutants_by_hand.yaml; see by_hand.py.
 """
 
 import argparse
 import hashlib
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,15 +20,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from scripts.proofs import by_hand
+from scripts.proofs.mutant_trees import ROOT, copy_tree, run_tests
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "dev" / "mutants.md"
 EXPLAINED = ROOT / "dev" / "mutants-explained.yaml"
-PRELOADED = ("scipy.stats", "torch.distributed.fsdp", "hypothesis", "transformers", "pytest")
+PRELOADED = (
+    "scipy.stats", "torch.distributed.fsdp", "hypothesis", "pytest", "peft",
+    "transformers.models.olmoe.modeling_olmoe",
+)  # fmt: skip
 # Annotations such as ``int | None`` are no code of ours; a removed decorator rarely imports.
 LEFT_OUT = ("core/ReplaceBinaryOperator_BitOr_", "core/RemoveDecorator")
-# Plugins are imported before pytest could rewrite their assertions: they have none that matter.
-PYTEST = ("-x", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 
 
 class Room(NamedTuple):
@@ -88,6 +88,9 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="try survivors again: tests changed")
     parser.add_argument("--work", type=Path, default=ROOT / ".mutants")
     parser.add_argument("--page-only", action="store_true", help="write the page, run nothing")
+    parser.add_argument("--by-hand", action="store_true", help="the changes made by hand")
+    parser.add_argument("--fast", action="store_true", help="by hand: no slow tests")
+    parser.add_argument("--only", default="", help="by hand: numbers of changes, with commas")
     options = parser.parse_args()
     for room in options.rooms:
         if room not in ROOMS:
@@ -96,6 +99,12 @@ def main() -> int:
     if not options.page_only:
         for module in PRELOADED:
             __import__(module)
+    if options.by_hand:
+        if not options.page_only:
+            only = [int(number) for number in options.only.split(",") if number]
+            by_hand.run(options.work, only, fast=options.fast, again=options.again)
+        return by_hand.write(PAGE, options.work)
+    if not options.page_only:
         for room in options.rooms:
             run_room(room, options.work, options.sample, again=options.again)
     return write_page(options.work)
@@ -116,7 +125,7 @@ def run_room(name: str, work: Path, sample: int, *, again: bool) -> None:
         if again:
             pending |= {i.job_id for i, r in database.completed_work_items if not r.is_killed}
         todo = [item for item in chosen if item.job_id in pending]
-        if todo and test(tree, room) != 0:
+        if todo and _test(tree, room) != 0:
             sys.exit(f"{name}: the tests fail before anything is changed")
         for number, item in enumerate(todo, start=1):
             (mutation,) = item.mutations
@@ -128,7 +137,7 @@ def run_room(name: str, work: Path, sample: int, *, again: bool) -> None:
             start = time.monotonic()
             place.write_text(mutant, encoding="utf-8")
             try:
-                survived = test(tree, room, first=path.stem) == 0
+                survived = _test(tree, room, first=path.stem) == 0
             finally:
                 place.write_text(source, encoding="utf-8")
             outcome = TestOutcome.SURVIVED if survived else TestOutcome.KILLED
@@ -142,20 +151,6 @@ def run_room(name: str, work: Path, sample: int, *, again: bool) -> None:
                 f"{mutation.module_path}:{mutation.start_pos[0]} {mutation.operator_name}",
                 flush=True,
             )
-
-
-def copy_tree(tree: Path) -> None:
-    """Copy the tracked files, without their history."""
-    names = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
-    ).stdout.split(b"\0")
-    for name in filter(None, names):
-        source, target = ROOT / os.fsdecode(name), tree / os.fsdecode(name)
-        if source.is_file() and not (
-            target.is_file() and target.read_bytes() == source.read_bytes()
-        ):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(source.read_bytes())
 
 
 def plan(database: Any, room: Room, tree: Path, sample: int) -> list[Any]:
@@ -182,8 +177,8 @@ def plan(database: Any, room: Room, tree: Path, sample: int) -> list[Any]:
     return [fresh[key] for key in chosen]
 
 
-def test(tree: Path, room: Room, first: str = "") -> int:
-    """Exit code of the room's tests in a fork; 124 after the limit.
+def _test(tree: Path, room: Room, first: str = "") -> int:
+    """Exit code of the room's tests; 124 after the limit.
 
     Tests of files named after the module ``first`` come first: they find most, and the rest waits.
     """
@@ -192,32 +187,7 @@ def test(tree: Path, room: Room, first: str = "") -> int:
     ]
     folders = tuple(name for name in room.tests if not name.endswith(".py"))
     near = [name for name in near if name.startswith(folders)]
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        os.chdir(tree)
-        os.environ["PYTHONPATH"] = str(tree / "src")
-        sys.path[:0] = [str(tree / "src"), str(tree)]
-        sys.dont_write_bytecode = True
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(nothing, stream)
-        import pytest
-
-        code = 1
-        try:
-            code = pytest.main([*PYTEST, *near, *room.tests])
-        finally:
-            os._exit(int(code))
-    end = time.monotonic() + room.seconds
-    while time.monotonic() < end:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return 124
+    return run_tests(tree, (*near, *room.tests), room.seconds).code
 
 
 def changed_lines(source: str, mutant: str) -> Iterator[str]:
@@ -267,7 +237,8 @@ def write_page(work: Path) -> int:
         "|---|---|---|---|---|---|---|\n"
     )
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(head + "\n".join(rows) + "\n" + "\n".join(sections), encoding="utf-8")
+    drawn = by_hand.section(PAGE.read_text(encoding="utf-8")) if PAGE.is_file() else ""
+    PAGE.write_text(head + "\n".join(rows) + f"\n{drawn}" + "\n".join(sections), encoding="utf-8")
     print("\n".join(rows))
     return int(weak)
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedTokenizerFast
 
 from l2r import L2RConfig, record
+from l2r.cli.mismatch import _has_codes
 from l2r.hf.routes import Routes, to_vllm
 from l2r.hf.routes.fingerprint import tokenizer_digest
 from l2r.hf.swap.families import FAMILIES
@@ -213,3 +214,18 @@ def test_bad_input_is_one_line(l2r, root, tmp_path, arguments, message):
     filled = [argument.format(stock=root / "stock") for argument in arguments]
     ended = l2r("mismatch", root / "ours", "--data", root / "tokens", *filled, "--out", tmp_path)
     assert message in ended.refusal()
+
+
+@pytest.mark.parametrize("packed", [(), ("one",), ("other",), ("one", "other")])
+def test_codes_on_either_side_are_read_in_their_own_dtype(packed, tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        codes = {"quantization_config": {"quant_method": "compressed-tensors"}}
+        config = {"model_type": "olmoe", **(codes if name in packed else {})}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    sides = tmp_path / "one", tmp_path / "other"
+    assert _has_codes(*sides, str(sides[1])) == bool(packed)
+    assert _has_codes(sides[0], None, "routes.safetensors") == ("one" in packed)
+    if "one" in packed:
+        with pytest.raises(ValueError, match="against int8 has no meaning"):
+            _has_codes(sides[0], None, "int8")

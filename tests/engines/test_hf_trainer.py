@@ -11,7 +11,7 @@ from l2r.engines.trainer import add_router_losses
 from l2r.functional import load_balancing_loss, router_margin_loss, router_z_loss
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.hf.models.vit import L2rViTConfig, L2rViTForImageClassification
-from l2r.hf.swap import swap_routers
+from l2r.hf.swap import selection_biases, swap_routers
 from l2r.routers import RouterConfig, capture
 from tests.processes import Running, on_ranks
 
@@ -32,9 +32,9 @@ NAMES = ("activation_checkpointing", "gradient_checkpointing")
 CHECKPOINTING = next(n for n in NAMES if hasattr(MixtralForCausalLM, f"{n}_disable"))
 
 
-def olmoe():
+def olmoe(**router):
     return L2rOlmoeForCausalLM(
-        L2rOlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, router=ROUTER)
+        L2rOlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, router={**ROUTER, **router})
     )
 
 
@@ -191,8 +191,13 @@ def test_a_micro_batch_without_a_mask_has_none_of_the_one_before(masked, tmp_pat
     assert_equal_gradients(watch.steps[0], expected)
 
 
-def test_the_margin_loss_is_added_by_its_weight_and_logged(tmp_path):
-    model, data = olmoe(), texts()
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_margin_loss_is_added_by_its_weight_and_logged(biased, tmp_path):
+    """It is of what experts are chosen by: with a selection bias no longer the logits."""
+    model, data = olmoe(selection_bias=biased), texts()
+    biases = selection_biases(model)
+    for number, bias in enumerate(biases.values()):
+        bias.copy_(torch.tensor([0.3, 0.0, 0.1, -0.1]).roll(number))
     start = {name: value.clone() for name, value in model.state_dict().items()}
     losses = {"margin": 0.7, "margin_gap": 0.5}
     _, watch, batches = train(model, data, tmp_path, weights=(0, 0), losses=losses)
@@ -203,9 +208,11 @@ def test_the_margin_loss_is_added_by_its_weight_and_logged(tmp_path):
     for batch in batches:
         with capture(model) as captured:
             outputs = model(**{k: v for k, v in batch.items() if k != "labels"})
-        margin = router_margin_loss(
-            captured.logits(), top_k=2, gap=0.5, mask=batch.get("attention_mask")
-        )
+        ranking = captured.logits()
+        if biased:
+            pairs = zip(ranking, biases.values(), strict=True)
+            ranking = [logits.softmax(dim=1) + bias for logits, bias in pairs]
+        margin = router_margin_loss(ranking, top_k=2, gap=0.5, mask=batch.get("attention_mask"))
         (task(outputs.logits, batch["labels"]) + 0.7 * margin / len(batches)).backward()
         found.append(margin.item())
     assert_equal_gradients(watch.steps[0], {n: p.grad for n, p in model.named_parameters()})

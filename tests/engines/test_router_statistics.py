@@ -89,8 +89,13 @@ def test_the_numbers_are_of_all_micro_batches_and_of_real_tokens(tmp_path):
     assert {k: v for k, v in log.items() if "router/" in k} == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.slow("trainings by another library")
-@pytest.mark.parametrize(("micro_batches", "logged"), [(1, [2, 4]), (3, [1, 2])])
+@pytest.mark.parametrize(
+    ("micro_batches", "logged"),
+    [
+        pytest.param(1, [2, 4], marks=pytest.mark.slow("trainings by another library")),
+        (3, [1, 2]),  # of two batches, so that each step is a short one
+    ],
+)
 def test_lines_of_whole_epochs_have_them_too(micro_batches, logged, tmp_path):
     options = {"logging_strategy": "epoch", "logging_steps": 0, "max_steps": -1}
     trainer, _ = train(

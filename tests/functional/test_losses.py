@@ -189,10 +189,18 @@ def test_usage_and_shares_sum_to_k_and_one():
     assert mean_probs(logits).sum().item() == pytest.approx(1)
 
 
-def test_given_usage_replaces_the_layers_own():
-    logits, indices = layer(11)
-    usage = [torch.full((6,), 2 / 6)]
-    assert load_balancing_loss(logits, indices, usage=usage).item() == pytest.approx(2)
+@pytest.mark.parametrize("variant", ["paper", "olmoe", "hf", "tutel"])
+def test_given_usage_replaces_the_layers_own_in_every_variant(variant):
+    (one, first), (two, second) = layer(1), layer(2)
+    usage = [torch.rand(6, dtype=torch.float64) for _ in range(2)]
+    shares = [logits.softmax(dim=1).mean(dim=0) for logits in (one, two)]
+    expected = 6 * sum((s * f).sum() for s, f in zip(shares, usage, strict=True)) / 2
+    if variant == "hf":
+        expected = 6 * (sum(shares) / 2 * sum(usage) / 2).sum()
+    if variant == "olmoe":
+        expected = expected / 2  # k
+    found = load_balancing_loss([one, two], [first, second], variant=variant, usage=usage)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(

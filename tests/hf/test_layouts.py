@@ -1,5 +1,6 @@
 """Quantized folders: opened as they compute, foreseen in memory, and refused by name."""
 
+import json
 import warnings
 
 import pytest
@@ -166,6 +167,18 @@ def test_memory_is_foreseen(layout):
     assert weight_sizes(folder).held == pytest.approx(held, rel=0.02)
     if layout_of(folder).takes_any_dtype or "compressed" in layout_of(folder).name:
         assert weight_sizes(folder).held > 1.5 * weight_sizes(folder).stored
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+def test_an_integer_of_packed_codes_holds_as_many_as_their_bits_say(bits, tmp_path):
+    values = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    groups = {"group_0": {"weights": {"num_bits": bits, "type": "int"}}}
+    config = {"dtype": "bfloat16", "quantization_config": {**values, "config_groups": groups}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layout = layout_of(tmp_path)
+    assert layout.name == f"int{bits} (compressed-tensors)"
+    packed = (24, 64 * bits // 32)  # of a matrix of 24 x 64
+    assert layout.bytes_in_memory("q_proj.weight_packed", "I32", packed, 2) == 24 * 64 * 2
 
 
 @pytest.mark.parametrize("layout", few(UNPACKED, FAST, "every layout"))

@@ -27,10 +27,11 @@ def results(function, x, weight, upstream):
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(37, 21), (16, 21), (37, 16), (1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_any_width_gives_the_product_and_its_gradients(inputs, outputs, dtype):
+@pytest.mark.parametrize("product", [grouped_linear, grouped._as_operation], ids=["eager", "graph"])
+def test_any_width_gives_the_product_and_its_gradients(inputs, outputs, dtype, product):
     x, weight = torch.randn(11, inputs).to(dtype), torch.randn(4, outputs, inputs).to(dtype)
     upstream = torch.randn(11, outputs).to(dtype)
-    found = results(lambda x, w: grouped_linear(x, w, ENDS), x, weight, upstream)
+    found = results(lambda x, w: product(x, w, ENDS), x, weight, upstream)
     exact = results(per_segment, x.double(), weight.double(), upstream.double())
     for got, want in zip(found, exact, strict=True):
         assert got.dtype == dtype

@@ -29,6 +29,17 @@ def test_one_seed_ranks_nothing(tmp_path):
     )
 
 
+def test_one_seed_runs_from_the_best_accuracy(tmp_path):
+    values = {"linear": 0.5, "xmoe": 0.3, "l2r_sips": 0.4}
+    runs = [
+        made_run(tmp_path / name, task="vision", validation=lambda _, v=v: {"top1": v})
+        for name, v in values.items()
+    ]
+    assert of_runs(runs).says == (
+        "One seed ranks nothing: top-1 accuracy runs from 0.500 (linear) to 0.300 (xmoe)."
+    )
+
+
 def test_paired_differences_over_seeds_decide_and_only_they(tmp_path):
     """Pairs differ by 0.2 +- 0.01 where seeds differ by 1; the last arm's by 0 +- 1."""
     values = {
@@ -116,6 +127,16 @@ def test_a_diagnosis_counts_the_experts_that_are_ever_first():
         "mine ever puts 2 to 3 of 6 experts first by layer. "
         "Random experts instead would cost 0.120 nats."
     )
+
+
+def test_of_checkpoints_with_other_numbers_of_experts_the_least_share_is_named():
+    views = {"few": made_diagnosis(0), "many": made_diagnosis(1)}
+    for name, first, of in (("few", 3, 6), ("many", 5, 40)):
+        for layer in range(2):
+            shares = np.where(np.arange(of) < first, 1 / first, 0)
+            views[name].arrays[f"{layer}.top1"] = shares
+    says = of_checkpoints(views).says
+    assert says.startswith("Fewest of 2: many ever puts 5 of 40 experts first by layer.")
 
 
 @pytest.mark.parametrize(

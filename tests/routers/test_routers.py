@@ -279,6 +279,24 @@ def test_normalized_weights_sum_to_one():
     torch.testing.assert_close(sums, torch.ones(5))
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("kind", router_names())
+def test_given_experts_are_weighed_by_the_routers_own_rule(kind, normalize):
+    options = {"hidden_size": 16, "num_experts": 8, "top_k": 2}
+    given = {} if kind == "sigmoid" else {"normalize_weights": normalize}
+    router = build_router(make_config(kind, **given), **options)
+    if not router.selection.fused:
+        with pytest.raises(ValueError, match="routes need a softmax top-k selection"):
+            router(torch.randn(5, 16), routes=torch.zeros(5, 2, dtype=torch.int64))
+        return
+    routes = torch.rand(5, 8).argsort(dim=1)[:, :2]
+    logits, weights, indices = router(torch.randn(5, 16), routes=routes)
+    assert torch.equal(indices, routes)
+    chosen = logits.softmax(dim=1).gather(1, routes)
+    wanted = chosen / chosen.sum(dim=1, keepdim=True) if normalize else chosen
+    torch.testing.assert_close(weights, wanted)
+
+
 @pytest.mark.parametrize("kind", PAPER_ROUTERS)
 def test_config_and_weights_make_the_round_trip(kind):
     router = build_router(kind, hidden_size=16, num_experts=4, top_k=2)

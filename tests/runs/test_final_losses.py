@@ -28,6 +28,16 @@ def test_the_last_tenth_is_that_of_the_steps_up_to_an_end(tmp_path):
     assert last_tenth(run, "balance", end=9) is None
 
 
+def test_the_last_tenth_counts_every_step_of_its_records(tmp_path):
+    """A run that was stopped logged its last tenth in unequal parts."""
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    for step, steps, ce in ((90, 10, 9.0), (97, 7, 3.0), (98, 1, 5.0), (100, 2, 1.0)):
+        run.append_metrics({"kind": "train_mean", "step": step, "steps": steps, "ce": ce})
+    assert last_tenth(run, "ce") == 2.8
+    assert last_tenth(run, "ce", end=98) == (90 + 21 + 5) / 18
+
+
 def test_the_late_quarters_count_every_step_of_their_records(tmp_path):
     run = RunFolder(tmp_path / "run")
     run.create()

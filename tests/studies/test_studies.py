@@ -21,6 +21,7 @@ from l2r.report.evidence_figures import curves_with_bands, effect_plot
 from l2r.report.evidence_scales import size_plot
 from l2r.report.evidence_tables import effects_by_screen
 from l2r.report.verdicts import of_study
+from l2r.runs.folder import RunFolder
 from l2r.runs.study import MEASURES, OF_TEXT, Results
 from l2r.studies import judging
 from l2r.studies import train_cells as running
@@ -34,7 +35,7 @@ from l2r.studies.judging import (
 )
 from l2r.studies.processes import run_processes
 from l2r.studies.registration import Registered, read_plan
-from l2r.studies.share import run_share
+from l2r.studies.share import _curve, run_share
 from l2r.studies.study_plan import Plan
 from l2r.studies.train_cells import Outcome
 from l2r.training import loop
@@ -175,6 +176,15 @@ def stopped_in_step(number, monkeypatch):
 
     monkeypatch.setattr(running, "train", train)
     return steps
+
+
+def test_a_curve_counts_every_step_of_records_of_unequal_length(tmp_path):
+    """A run that was stopped after its third step logged the first four in two parts."""
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    for step, steps, ce in ((3, 3, 5.0), (4, 1, 9.0), (8, 4, 2.0), (9, 1, 1.0)):
+        run.append_metrics({"kind": "train_mean", "step": step, "steps": steps, "ce": ce})
+    assert _curve(run, 4) == [(4, 6.0), (8, 2.0), (9, 1.0)]
 
 
 @pytest.mark.slow("a training stopped twice")
@@ -461,6 +471,13 @@ def test_hours_give_whole_seeds_and_what_is_done_costs_nothing():
     results = made_up(registered(), 1, values(), seconds=900)  # both arms of the first seed
     assert [seeds_that_fit(plan, results, hours, 1, 4) for hours in (0, 0.5, 1, 9)] == [1, 2, 3, 4]
     assert seeds_that_fit(plan, results, 0.5, 2, 4) == 3
+    half = made_up(registered(), 2, values(), seconds=900)[:3]  # of the second seed one arm
+    assert [seeds_that_fit(plan, half, hours, 1, 4) for hours in (0, 0.25, 0.5, 0.75)] == [
+        1,
+        2,
+        2,
+        3,
+    ]
     with pytest.raises(ValueError, match="hours need the time of a cell"):
         seeds_that_fit(plan, [], 1, 1, 4)
     on_gpu = [dataclasses.replace(r, facts={**r.facts, "gpus": ["other"]}) for r in results]

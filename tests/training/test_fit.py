@@ -13,13 +13,13 @@ from transformers import PreTrainedTokenizerFast
 
 from l2r import L2RConfig, LinearConfig, XMoEConfig, fit_routers, swap_routers
 from l2r.hf.swap.families import FAMILIES
-from l2r.hf.swap.sites import router_sites
+from l2r.hf.swap.sites import old_weight, router_sites
 from l2r.hf.swap.swap import UntrainedRoutersWarning, unfitted_sites
 from l2r.training.fit import FitOptions
 from l2r.training.fit_batches import perplexity
 from l2r.training.teacher_agreement import compare
 from l2r.training.upcycling import JointOptions, upcycle
-from tests.hf.families import tiny_model
+from tests.hf.families import TINY, tiny_model
 from tests.state import state_of
 from tests.training.test_upcycle import CONFIG, batches, trained
 
@@ -243,6 +243,19 @@ def test_routers_of_other_families_are_fitted(name):
     result = fit_routers(model, batches(10, seed=1), report=lambda *_: None)
     for layer in result.layers:
         assert layer.divergence < layer.divergence_before
+
+
+def test_the_level_of_logits_is_learned_where_each_expert_has_a_gate_of_its_own():
+    """A softmax is blind to what all logits of a token have in common, a sigmoid is not."""
+    model = tiny_model(FAMILIES["deepseek_v3"])
+    with torch.no_grad():
+        for site in router_sites(model):
+            old_weight(site).add_(0.4 * torch.randn(1, TINY["hidden_size"]))
+    swap_routers(model, LinearConfig())
+    options = FitOptions(updates=8, lr=0.05)
+    result = fit_routers(model, batches(20, seed=1), options=options, report=lambda *_: None)
+    for layer in result.layers:
+        assert layer.divergence < 0.2 * layer.divergence_before
 
 
 def test_only_the_routers_change(swapped):

@@ -71,10 +71,9 @@ class Router(nn.Module):
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.top_k = top_k
-        self.selection = self.own_selection()
+        self.selection = self.configured_selection()
         if config.selection_bias:
             self.register_buffer(_BIAS, torch.zeros(num_experts))
-            self.selection = dataclasses.replace(self.selection, bias=_BIAS)
         self._captures = 0  # open blocks of ``capture``
         self.log_temperature: nn.Parameter | None = None
         if config.learn_temperature:
@@ -114,6 +113,11 @@ class Router(nn.Module):
     def own_selection(self) -> Selection:
         """Selection rule of the router by itself, Eq. 2 and 3, without a bias."""
         return Selection(normalize=self.config.normalize_weights)
+
+    def configured_selection(self) -> Selection:
+        """The same with the bias that the configuration asks for."""
+        own = self.own_selection()
+        return dataclasses.replace(own, bias=_BIAS) if self.config.selection_bias else own
 
     def kernel_weights(self, x: Tensor) -> KernelWeights | None:
         """Projection, gain and anchors of a router that these and ``score`` describe whole.

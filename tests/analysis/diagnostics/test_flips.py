@@ -5,8 +5,11 @@ import torch
 
 from l2r.analysis.diagnostics.flips import bf16_copy, count_flips
 from l2r.hf.checkpoints import load_pretrained
+from l2r.hf.swap import selection_biases
+from l2r.hf.swap.families import FAMILIES
 from l2r.routers.observe import find_routers
 from tests.analysis.diagnostics.models import batches, ours
+from tests.hf.families import tiny_model
 
 
 def run(model, batch):
@@ -57,6 +60,15 @@ def test_a_bf16_copy_chooses_as_a_bf16_load(tmp_path):
     dtypes = {name: parameter.dtype for name, parameter in loaded.named_parameters()}
     assert {name: parameter.dtype for name, parameter in copy.named_parameters()} == dtypes
     assert sets_of(copy, data) == sets_of(loaded, data)
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "lfm2_moe", "afmoe", "hy_v3"])
+def test_a_selection_bias_of_the_block_is_not_rounded(name):
+    model = tiny_model(FAMILIES[name])
+    copied, biases = bf16_copy(model), selection_biases(model)
+    assert any(parameter.dtype == torch.bfloat16 for parameter in copied.parameters())
+    for path, bias in selection_biases(copied).items():
+        assert bias.dtype == torch.float32 and torch.equal(bias, biases[path])
 
 
 def test_no_batch_is_refused():

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from l2r.cost.planning.choose import Assumptions, make_plan
+from l2r.cost.planning.choose import Assumptions, _Planner, make_plan
 from l2r.cost.planning.cost import step_bytes, step_time
 from l2r.cost.planning.cut import Cut
 from l2r.cost.planning.hardware import GPUS, find_gpu
-from l2r.cost.planning.simulate import Simulated
+from l2r.cost.planning.simulate import Simulated, simulate
 from l2r.cost.planning.sizes import read_sizes
 from l2r.routers.count import router_cost
 from l2r.training.recipes.load import load_recipe
@@ -35,6 +35,25 @@ def sizes(olmoe):
 def counted(sizes, monkeypatch):
     """Plans of the recipe above count its model once."""
     monkeypatch.setattr("l2r.cost.planning.choose.read_sizes", lambda _: sizes)
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize(
+    ("mixing", "sizes"),
+    [
+        ((0, 0), [1, 2, 3, 6]),
+        ((0.8, 0), [2, 6]),
+        ((0, 1.0), [2, 6]),
+        ((0.8, 1.0), [2, 6]),
+    ],
+)
+def test_mixed_images_come_in_pairs(mixing, sizes):
+    fields = zip(("mixup", "cutmix"), mixing, strict=True)
+    changes = [f"data.augmentation.{name}={value}" for name, value in fields]
+    changes += ["training.global_batch=24", "training.micro_batch=2"]
+    recipe = load_recipe("demo-vision/l2r-sips", changes)
+    planner = _Planner(recipe, Assumptions(GPUS["a100"]), None)
+    assert planner.micro_batches(4) == sizes
 
 
 def test_flops_by_part_are_the_matrices_a_token_meets(sizes):
@@ -173,6 +192,14 @@ def test_one_simulated_plan_from_the_command(l2r):
     best = json.loads(out)["best"]
     assert best["micro_batch"] == 16
     assert best["simulated"] == pytest.approx(best["formula"], rel=0.1)
+
+
+def test_gradients_are_in_memory_twice_where_ddp_sends_them():
+    changes = ["model.num_hidden_layers=1", "data.sequence_length=32", "data.vocab_size=300"]
+    recipe = load_recipe("demo/linear", changes)
+    alone, one_of_two = (simulate(recipe, Cut("ddp", n, 2 * n, 2, False)) for n in (1, 2))
+    assert (alone.buckets, one_of_two.buckets) == (0, alone.gradients)
+    assert one_of_two.peak == alone.peak + alone.gradients
 
 
 def test_routers_at_scale_cost_what_their_formulas_say():

@@ -45,6 +45,12 @@ def test_text_ends_before_the_first_stop_string(small_tokenizer, text, stops):
     assert "".join(read(small_tokenizer, tokens, stops)) == text[: min(places, default=None)]
 
 
+@pytest.mark.parametrize("stops", [("tal", "pi"), ("pi", "tal"), ("of", "tal", "pi")])
+def test_of_several_stop_strings_in_one_token_the_first_in_the_text_ends_it(space_tokenizer, stops):
+    tokens = ids(space_tokenizer, ["\u2581capital"])
+    assert read(space_tokenizer, tokens, stops, prompt=tokens) == [" ca"]
+
+
 def test_text_comes_as_soon_as_it_is_certain(small_tokenizer):
     tokens = small_tokenizer("a\u00e9b")["input_ids"]  # the second letter is two tokens
     assert read(small_tokenizer, tokens) == ["a", "", "\u00e9", "b", ""]

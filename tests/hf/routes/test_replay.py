@@ -9,14 +9,20 @@ from torch import nn
 from transformers import DynamicCache
 
 from l2r import L2RConfig, Routes, build_router, capture, record, replay, router_names
-from l2r.hf.models import CACHE, L2rViTConfig, L2rViTForImageClassification
+from l2r.hf.models import (
+    CACHE,
+    L2rOlmoeConfig,
+    L2rOlmoeForCausalLM,
+    L2rViTConfig,
+    L2rViTForImageClassification,
+)
 from l2r.hf.routes.array_checks import NO_ROUTE
 from l2r.hf.routes.calls import read_inputs
 from l2r.hf.swap.families import FAMILIES
 from l2r.kernels import dispatch
 from l2r.moe import Experts, MoELayer
 from tests import tiers
-from tests.hf.families import LOOPED
+from tests.hf.families import LOOPED, TINY
 from tests.hf.routes.models import drawn_for, family_model, given_experts, own_model, token_ids
 
 
@@ -253,6 +259,29 @@ def test_packed_sequences_begin_where_their_positions_do():
     message = "sequence 0 has 5 in the call and 4 in the routes"
     with pytest.raises(ValueError, match=message), replay(model, routes[[2, 0, 1]]):
         model(ids, position_ids=positions, use_cache=False)
+
+
+@torch.no_grad()
+def test_experts_above_256_are_recorded_and_replayed():
+    sizes = {name: size for name, size in TINY.items() if name != "moe_intermediate_size"}
+    config = L2rOlmoeConfig(**sizes, num_experts=300, router={"kind": "linear"})
+    model, ids = L2rOlmoeForCausalLM(config).eval(), token_ids()
+    with record(model) as recorder, given_experts(model) as given:
+        logits = model(ids, use_cache=False).logits
+    routes = recorder.routes()
+    taken = torch.stack(given, dim=1)
+    assert taken.max() > 255 and np.array_equal(routes.experts, taken)
+    with replay(model, routes):
+        assert torch.equal(model(ids, use_cache=False).logits, logits)
+
+
+@torch.no_grad()
+def test_a_packed_row_may_begin_in_the_middle_of_a_sequence():
+    model, ids = family_model("olmoe"), token_ids(rows=2, columns=6)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5], [4, 5, 0, 1, 2, 3]])
+    with record(model) as recorder:
+        model(ids, position_ids=positions, use_cache=False)
+    assert recorder.routes().lengths.tolist() == [6, 2, 4]
 
 
 @torch.no_grad()

@@ -100,6 +100,35 @@ def test_agreement_counts_sets_and_not_their_order():
     assert routes != changed
 
 
+def by_token(routes):
+    """Sets of experts in every layer, by sequence and position."""
+    places = zip(routes.sequence_of_rows.tolist(), routes.positions.tolist(), strict=True)
+    sets = ([frozenset(layer) for layer in token] for token in routes.experts.tolist())
+    return dict(zip(places, sets, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_agreement_of_sequences_with_gaps_is_that_of_a_loop(seed):
+    lengths, chance = np.array([5, 4, 0, 6]), np.random.default_rng(seed)
+    whole, parts = drawn(lengths, seed=seed), []
+    for _ in range(2):
+        has = chance.random(lengths.sum()) < 0.7
+        has[0] = True
+        counts = np.bincount(whole.sequence_of_rows[has], minlength=len(lengths))
+        experts = whole.experts[has].copy()
+        experts[chance.random(len(experts)) < 0.3, 0] = [6, 7]
+        part = Routes(experts, whole.fingerprint, lengths, counts, whole.positions[has])
+        parts.append(part)
+    one, other = map(by_token, parts)
+    pairs = [(one[place], other[place]) for place in one.keys() & other.keys()]
+    agreement = parts[0].agreement(parts[1])
+    assert agreement.compared == len(pairs) < min(len(one), len(other))
+    for layer in range(2):
+        equal = [a[layer] == b[layer] for a, b in pairs]
+        assert agreement.layers[layer] == pytest.approx(np.mean(equal))
+    assert agreement.tokens == pytest.approx(np.mean([a == b for a, b in pairs]))
+
+
 def test_agreement_leaves_out_tokens_without_a_route():
     whole = drawn((6,))
     positions = np.array([0, 4])

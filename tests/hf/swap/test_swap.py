@@ -25,6 +25,7 @@ from l2r.hf.models.activation_checkpointing import checkpoint_activations
 from l2r.hf.swap import families, swap_routers
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites, select_sites
+from l2r.hf.swap.swap import unfitted_sites
 from tests.hf.families import TINY, sample_tokens, tiny_model
 from tests.hf.family_check import compiles, generates, keeps_rule
 from tests.tiers import few_families
@@ -188,6 +189,17 @@ def test_swapping_twice_keeps_the_rule_and_the_selection_bias():
     assert second.selection == first.selection
     assert second.selection.family == "deepseek_v3"
     assert second.e_score_correction_bias is first.e_score_correction_bias
+
+
+def test_a_router_that_was_never_fitted_is_no_predecessor():
+    """A fit after several swaps learns from the router that was trained."""
+    model = tiny_model(FAMILIES["mixtral"])
+    stock = [site.router for site in router_sites(model)]
+    for config in (CONFIG, XMoEConfig(rank=4), CONFIG):
+        swap_routers(model, config)
+        old, new = zip(*unfitted_sites(model), strict=True)
+        assert [site.router for site in old] == stock
+        assert [*new] == [*_routers(model).values()]
 
 
 def test_our_own_olmoe_takes_the_new_router_into_its_configuration():

@@ -5,13 +5,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from l2r import L2RConfig
+from l2r import L2RConfig, LinearConfig
 from l2r.analysis.diagnostics.checks import check_model
+from l2r.hf.checkpoints import load_pretrained
 from l2r.hf.swap import freeze_routers, train_routers_only
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import old_weight, router_sites
 from l2r.hf.swap.swap import replace_routers
+from l2r.routers import router_names
 from tests.hf.families import FAULTS, from_folder, tiny_model
+from tests.hf.routes.models import own_model
 from tests.hf.swap.test_composite_models import llava, qwen
 from tests.tiers import few_families
 
@@ -57,6 +60,38 @@ def test_a_sparse_mixer_in_training_is_judged_as_it_evaluates():
     assert statuses(model)["weights"] == "ok"
     assert torch.equal(torch.get_rng_state(), before)
     assert all(part.training for part in model.modules())
+
+
+def test_padding_loads_no_expert():
+    """Three quarters of a batch are one token, whose experts are not overloaded by it."""
+    model, ids = with_loss(), torch.randint(3, 64, (4, 128))
+    mask = torch.zeros_like(ids)
+    mask[:, :32] = 1
+    batch = {"input_ids": torch.where(mask.bool(), ids, 1), "attention_mask": mask}
+    assert statuses(model, batch)["loads"] == "ok"
+    everywhere = {**batch, "attention_mask": torch.ones_like(mask)}
+    assert statuses(model, everywhere)["loads"] == "warning"
+
+
+@torch.no_grad()
+def test_groups_that_tie_may_be_chosen_in_any_order():
+    """Groups of equal sums, though no expert of one has the logit or score of another's."""
+    model = tiny_model(FAMILIES["deepseek_v3"])
+    for site in router_sites(model):
+        assert (site.selection.groups, site.selection.kept_groups) == (2, 1)
+        assert (site.sizes["num_experts"], site.sizes["top_k"]) == (8, 2)
+        site.router.weight.zero_()  # sigmoids of the first two of each group are 0 or 1
+        site.router.weight[[0, 1]] = 1e5 * torch.randn(32)
+        site.router.weight[[4, 5]] = 2 * site.router.weight[0]
+        bias = torch.full((8,), -0.9)
+        bias[[0, 1, 4, 5]] = torch.tensor([0.25, 0.0, 0.125, 0.125])
+        site.router.e_score_correction_bias.copy_(bias)
+
+        def take_the_second(router, args, out):
+            return out[0], out[1], out[2] % 4 + 4
+
+        site.router.register_forward_hook(take_the_second)
+    assert statuses(model)["weights"] != "fault"
 
 
 def test_a_sparse_mixer_whose_tokens_are_all_decided_is_no_fault():
@@ -192,6 +227,15 @@ def test_a_swapped_model_that_was_trained_without_a_fit_is_trained():
     assert statuses(model)["trained"] == "ok"
 
 
+@pytest.mark.parametrize(
+    ("config", "status"), [(LinearConfig(), "ok"), (L2RConfig(rank=4, heads=4), "warning")]
+)
+def test_a_loaded_router_is_untrained_by_what_a_draw_leaves_constant(config, status, tmp_path):
+    """A linear router has nothing of that kind: nobody can say whether it was trained."""
+    replace_routers(with_loss(), config).save_pretrained(tmp_path)
+    assert statuses(load_pretrained(tmp_path))["trained"] == status
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "ernie4_5_moe", "mixtral"])
 def test_scores_that_saturate_are_a_warning_and_no_replaced_forward(name):
     """Equal scores are ties, which a family's topk breaks in another order than the rule."""
@@ -203,6 +247,12 @@ def test_scores_that_saturate_are_a_warning_and_no_replaced_forward(name):
             old_weight(site).mul_(3000 / old_weight(site).std())
     found = findings(model)["weights"]
     assert found.status == "warning" and "are saturated" in found.found
+
+
+@pytest.mark.parametrize("kind", router_names())
+def test_a_router_of_ours_with_a_selection_bias_selects_as_its_configuration_says(kind):
+    model = own_model(kind=kind, selection_bias=True).eval()
+    assert statuses(model)["selection"] == "ok"
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "ernie4_5_moe"])

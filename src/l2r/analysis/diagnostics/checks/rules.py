@@ -41,7 +41,7 @@ def selection(subject: Subject) -> Finding:
     for site in subject.sites:
         rule = site.selection
         if rule.family is None:
-            if isinstance(site.router, Router) and rule != site.router.own_selection():
+            if isinstance(site.router, Router) and rule != site.router.configured_selection():
                 return warning(
                     f"{in_layers([site])} selects by {rule}, which no configuration records",
                     "a saved model selects otherwise when it is loaded: set the rule again",

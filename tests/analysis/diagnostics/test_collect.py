@@ -14,6 +14,7 @@ from l2r.analysis.diagnostics.collect import collect_records
 from l2r.analysis.diagnostics.model_diagnosis import DiagnosisSettings, diagnose_layers
 from l2r.analysis.diagnostics.step_statistics import RouterWatch
 from l2r.analysis.diagnostics.token_sample import TokenSample
+from l2r.errors import InputError
 from l2r.routers import Router, capture
 from l2r.routers.observe import find_routers
 from l2r.runs.diagnosis import read_diagnosis
@@ -201,7 +202,7 @@ def test_diagnosis_is_plain_data_and_saves(tmp_path):
 
 def test_routers_without_a_certificate_say_so(monkeypatch):
     def refuse(router, x):
-        raise ValueError("no certificate is known")
+        raise InputError("no certificate is known")
 
     monkeypatch.setattr("l2r.analysis.diagnostics.model_diagnosis.certify", refuse)
     diagnosis = diagnose_layers(

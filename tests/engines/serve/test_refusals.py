@@ -184,7 +184,8 @@ def test_an_unknown_token_of_one_request_ends_no_other(extended):
 
 def test_the_page_has_the_limits():
     limits, page = ServeLimits(), (ROOT / "docs" / "serving.md").read_text()
-    rows = dict(line.strip("| ").split(" | ")[:2] for line in page.splitlines() if " | " in line)
+    tables = [line.strip("| ").split(" | ") for line in page.splitlines() if line[:1] == "|"]
+    rows = {cells[0]: cells[1] for cells in tables if len(cells) > 1}
     assert rows["choices of a request, prompts times `n`"] == f"{limits.choices}"
     assert rows["requests in flight"] == f"{limits.requests}, `--max-requests`"
     assert rows["seconds until a request's head is there"] == f"{limits.head_seconds}"

@@ -30,18 +30,18 @@ class _Temporary:
     hooks: set[int] = field(default_factory=set)
 
 
-_OF_MODULES: WeakKeyDictionary[nn.Module, _Temporary] = WeakKeyDictionary()
+_OF_MODULES: WeakKeyDictionary[Any, _Temporary] = WeakKeyDictionary()
 
 
 @contextmanager
-def replaced(values: Mapping[tuple[nn.Module, str], Any]) -> Iterator[None]:
-    """Set attributes of module instances inside the block; what was there before comes back.
+def replaced(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+    """Set attributes of instances, mostly modules, inside the block; what was there comes back.
 
     Blocks on one model may end in any order: the value of the last that is open stays. A function
     may call the one before it after that one's block.
     torch.compile guards what an instance has under ``forward``, and no forward hooks.
     """
-    put: list[tuple[nn.Module, str, Any]] = []
+    put: list[tuple[Any, str, Any]] = []
     try:
         for (module, name), value in values.items():
             stack = _on(module).values.setdefault(name, [vars(module).get(name)])
@@ -81,7 +81,7 @@ def removing(handles: Mapping[RemovableHandle, nn.Module]) -> Iterator[None]:
                 _clear(module, here)
 
 
-def _on(module: nn.Module) -> _Temporary:
+def _on(module: Any) -> _Temporary:
     found = _OF_MODULES.get(module)
     if found is None:
         found = _OF_MODULES[module] = _Temporary()
@@ -95,13 +95,13 @@ def _drop(stack: list[Any], value: Any) -> None:
     del stack[last]
 
 
-def _clear(module: nn.Module, here: _Temporary) -> None:
+def _clear(module: Any, here: _Temporary) -> None:
     if not here.values and not here.hooks:
         del _OF_MODULES[module]
         vars(module).pop(_REDUCE, None)
 
 
-def _reduce(module: nn.Module, protocol: Any) -> Any:
+def _reduce(module: Any, protocol: Any) -> Any:
     """What ``__reduce_ex__`` of the class gives, without what stands here for a while."""
     parts = type(module).__reduce_ex__(module, protocol)
     if len(parts) < 3 or not isinstance(parts[2], dict):

@@ -103,7 +103,8 @@ def _clear(module: Any, here: _Temporary) -> None:
 
 def _reduce(module: Any, protocol: Any) -> Any:
     """What ``__reduce_ex__`` of the class gives, without what stands here for a while."""
-    parts = type(module).__reduce_ex__(module, protocol)
+    kind: Any = type(module)
+    parts = kind.__reduce_ex__(module, protocol)
     if len(parts) < 3 or not isinstance(parts[2], dict):
         return parts
     here, state = _OF_MODULES[module], dict(parts[2])

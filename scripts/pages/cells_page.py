@@ -59,8 +59,8 @@ TEXT = """
 **{tried:,} of {all:,} cells were tried: {right:,} are right, {refused:,} refused for a fact,
 {failed:,} failed** ({made_with}; a CPU, small random models). A cell is a family, one of float32,
 bf16 and fp16, a kind of folder, and a command or function that takes a model. An entry is right /
-tried without the refused, of {each} in all; the others were not tried. `results/cells.jsonl` has
-each result with its commit and versions; `make cells` tries the rest. Kinds: {kinds}.
+tried without the refused, of {each} in all{rest}. `results/cells.jsonl` has each result with its
+commit and versions; `make cells` tries what is new. Kinds: {kinds}.
 
 {table}
 What is compared with what:
@@ -90,9 +90,6 @@ class Made(NamedTuple):
 
     commit: str
     versions: str
-
-    def __str__(self) -> str:
-        return f"{self.versions}, commit {self.commit}"
 
 
 class Outcome(NamedTuple):
@@ -228,6 +225,7 @@ def section(
         all=len(wanted),
         **{state: states[state] for state in (RIGHT, REFUSED, FAILED)},
         made_with=_made_with(found),
+        rest="" if len(found) == len(wanted) else "; the others were not tried",
         each=len(DTYPES) * len(COMMANDS),
         kinds="; ".join(f"**{name}**: {make.__doc__}" for name, make in KINDS.items()),
         table=_table(found),
@@ -257,12 +255,10 @@ def _change(command: str, both: Sequence[Cell], *sides: Mapping[Cell, Outcome]) 
 
 
 def _made_with(found: Mapping[Cell, Outcome]) -> str:
-    counts = Counter(outcome.made for outcome in found.values())
-    alone = len(counts) == 1
-    return "; ".join(
-        f"{made_with}" if alone else f"{made_with}: {count:,}"
-        for made_with, count in counts.most_common()
-    )
+    versions = dict.fromkeys(outcome.made.versions for outcome in found.values())
+    commits = Counter(outcome.made.commit for outcome in found.values())
+    counts = [f"{commit} ({count:,})" for commit, count in commits.most_common()]
+    return f"{'; '.join(versions)}; commit{'s' * (len(counts) > 1)} {', '.join(counts)}"
 
 
 def _of_command(why: str) -> bool:

@@ -67,7 +67,11 @@ def test_the_table_counts_right_of_tried_and_names_failures_and_facts():
     assert "| `olmoe` | 1/2 |" in text and "3 of 3 cells were tried: 1 are right" in text
     assert "`olmoe-bf16-stock-check` (AssertionError: loads)." in text
     assert f"- `export`: {fact.why} (1 cells)." in text
-    assert "commit 0123abcd: 2; l2r-moe 1, transformers 5, torch 2, commit 4567cdef: 1;" in text
+    assert "(l2r-moe 1, transformers 5, torch 2; commits 0123abcd (2), 4567cdef (1);" in text
+    assert "the others were not tried" not in text
+    assert "the others were not tried" in cells_page.section(
+        found, [*found, FIRST._replace(command="record")], before
+    )
 
 
 def test_results_are_kept_a_line_a_folder_commit_and_versions(tmp_path):

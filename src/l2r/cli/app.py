@@ -23,6 +23,7 @@ from l2r.cli.former import new_spelling
 from l2r.cli.output import echo
 from l2r.errors import DISK, InputError, is_out_of_memory, using
 from l2r.imports import MissingExtraError
+from l2r.runs.cache import named_cache
 from l2r.runs.printable import printable
 
 # By panel of the help. Each module has a function of its name, whose docstring is the help, or a
@@ -176,8 +177,9 @@ def _say(error: Exception, line: str) -> None:
 def _paths(words: list[str]) -> list[str]:
     """Paths that may be given: words of the command line, values in them, folders of caches."""
     named = [part for word in words for part in (word, word.partition("=")[2]) if part]
-    folders = [os.environ.get(name) for name in ("L2R_CACHE", "HF_HOME", "HF_HUB_CACHE", "TMPDIR")]
-    return [*named, *filter(None, folders), str(Path("~/.cache").expanduser())]
+    folders = [os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "TMPDIR")]
+    caches = [named_cache(), str(Path("~/.cache").expanduser())]
+    return [*named, *filter(None, [*folders, *caches])]
 
 
 def one_line(error: Exception | str) -> str:

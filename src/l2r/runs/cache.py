@@ -16,7 +16,7 @@ def cache_folder() -> Path:
     Without a home, or where nothing can be made in it (a container that runs as another user), a
     temporary folder of this process and of those that it starts.
     """
-    if named := os.environ.get("L2R_CACHE"):
+    if named := named_cache():
         return Path(named)
     try:
         folder = Path.home() / ".cache" / "l2r"
@@ -24,6 +24,11 @@ def cache_folder() -> Path:
     except (OSError, RuntimeError) as error:  # the second: no home is known
         return _temporary(str(error))
     return folder
+
+
+def named_cache() -> str | None:
+    """What ``$L2R_CACHE`` names, if anything."""
+    return os.environ.get("L2R_CACHE")
 
 
 def _temporary(reason: str) -> Path:

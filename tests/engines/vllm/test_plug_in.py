@@ -76,20 +76,25 @@ def swapped(name, selection="family", layers=None, **sizes):
     return model
 
 
-def served(monkeypatch, model, told):
-    """vLLM's stand-in with the routers of a model, loaded from its weights."""
+def served(monkeypatch, model, told, load_format="auto", weights=None):
+    """vLLM's stand-in with the routers of a model, loaded from its weights, or from others."""
     name = class_name(type(model)) if not type(model).__name__.startswith("L2r") else None
     name = name or type(model).__name__
     stand_in(monkeypatch, told, **{vllm_name(name): "family"})
     served_class.cache_clear()
     config = as_stock_configuration(type(model.config).from_dict(model.config.to_dict()))
-    engine = SimpleNamespace(model_config=SimpleNamespace(hf_config=config))
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=config),
+        load_config=SimpleNamespace(load_format=load_format),
+    )
     try:
         torch.set_default_dtype(torch.bfloat16)  # as vLLM builds models
         made = served_class(name)(vllm_config=engine)
     finally:
         torch.set_default_dtype(torch.float32)
-    loaded = made.load_weights(model.state_dict().items())
+    if load_format == "dummy":
+        return made
+    loaded = made.load_weights((weights or model.state_dict()).items())
     assert {n for n, _ in made.named_parameters() if "mlp" in n} <= loaded
     return made
 
@@ -221,11 +226,12 @@ def test_a_selection_that_vllm_cannot_be_told_is_refused(monkeypatch):
 @pytest.mark.filterwarnings("ignore::l2r.hf.swap.swap.UntrainedRoutersWarning")
 def test_weights_of_routers_are_all_there_and_fit(monkeypatch):
     model = swapped("mixtral")
-    made = served(monkeypatch, model, {"renormalize": True})
     weights = model.state_dict()
     name = next(key for key in weights if ".1." in key and ".gate." in key)
+    lacking = {key: value for key, value in weights.items() if key != name}
     with pytest.raises(ValueError, match=r"the checkpoint lacks tensors of routers: \[\(1, "):
-        made.load_weights((key, value) for key, value in weights.items() if key != name)
+        served(monkeypatch, model, {"renormalize": True}, weights=lacking)
+    made = served(monkeypatch, model, {"renormalize": True})
     wrong = {**weights, name: torch.zeros(3, 5)}
     with pytest.raises(ValueError, match=rf"{name} must have shape \[.*\]; got \[3, 5\]"):
         made.load_weights(wrong.items())
@@ -233,6 +239,21 @@ def test_weights_of_routers_are_all_there_and_fit(monkeypatch):
     passed = []
     made.l2r_gates.load(made, elsewhere, lambda rest: passed.extend(n for n, _ in rest))
     assert "lm_head.weight" in passed and not [n for n in passed if ".gate.anchors" in n]
+
+
+@pytest.mark.filterwarnings("ignore::l2r.hf.swap.swap.UntrainedRoutersWarning")
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_trainer_passes_its_weights_on_one_by_one(load_format, monkeypatch):
+    """As TRL and verl do after each step, the second into an engine that read no checkpoint."""
+    made = served(monkeypatch, swapped("mixtral"), {"renormalize": True}, load_format)
+    torch.manual_seed(5)
+    trained = swapped("mixtral")
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    for name, value in trained.state_dict().items():
+        made.load_weights([(name, value)])
+    assert_chooses_alike(made, trained)
 
 
 def test_names_of_every_family_and_of_our_own_model():

@@ -76,6 +76,7 @@ class Gates:
             raise InputError("config.json must have l2r_swap or router to be served as ours")
         self._gates: dict[str, LogitsGate] = {}  # by the name of the MoE layer
         self._targets: dict[tuple[int, str], Tensor] = {}  # by layer and name in the router
+        self.loads_in_parts = False  # as trainers pass new weights on, after the checkpoint's
 
     @contextmanager
     def in_new_layers(self) -> Iterator[None]:
@@ -163,7 +164,8 @@ class Gates:
     ) -> set[str] | None:
         """Load our tensors, and all others by the family's ``rest``; returns vLLM's names of both.
 
-        Raises ValueError for a tensor of a router that is missing or has another shape.
+        Raises ValueError for a tensor of a router that is missing, in the first load of a
+        checkpoint, or has another shape.
         """
         inside = sorted({key for _, key in self._targets}, key=len, reverse=True)
         ours = re.compile(
@@ -187,8 +189,9 @@ class Gates:
 
         loaded = rest(others())
         missing = sorted(self._targets.keys() - seen)
-        if missing:
+        if missing and not self.loads_in_parts:
             raise InputError(f"the checkpoint lacks tensors of routers: {missing[:3]}")
+        self.loads_in_parts = True
         if loaded is None:
             return None
         mine = {id(value) for value in self._targets.values()}

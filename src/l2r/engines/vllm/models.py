@@ -29,6 +29,8 @@ def served_class(name: str) -> Any:
         with gates.in_new_layers():
             base.__init__(self, vllm_config=vllm_config, prefix=prefix)
         gates.place(self)
+        # A trainer's sampler may begin without a checkpoint.
+        gates.loads_in_parts = vllm_config.load_config.load_format == "dummy"
         self.l2r_gates = gates
 
     def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:

@@ -59,6 +59,8 @@ def _try(
             if (kind == "slow" and fast) or (kind == "fast" and skip_fast):
                 continue
             for tests in entry["tests"]:
+                if not (tree / tests.partition("::")[0]).exists():
+                    raise FileNotFoundError(f"change {entry['n']} names {tests}, which is gone")
                 outcome = run_tests(tree, ("-m", mark, tests), _SECONDS[kind])
                 if outcome.code not in (0, _NO_TESTS):
                     return kind, outcome.failed or f"{tests}: exit code {outcome.code}", True

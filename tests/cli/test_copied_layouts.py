@@ -223,6 +223,16 @@ def test_what_stands_in_an_index_and_numbers_that_are_none_are_kept(l2r, tmp_pat
     assert set(found["weight_map"]) == set(raw(new))
 
 
+def test_a_quantized_folder_with_tied_embeddings_misses_nothing(l2r, tmp_path):
+    folder, new = copy_of("fp8", tmp_path / "stock"), tmp_path / "new"
+    tensors = {n: t for n, t in stored(folder).items() if n != "lm_head.weight"}
+    write(folder, tensors, tie_word_embeddings=True)
+    assert l2r("swap", folder, "rank=4", "heads=2", "--out", new).code == 0
+    assert_only_routers_differ(folder, new)
+    model = load_pretrained(new, dtype="auto")
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
 def test_the_parameters_that_an_index_counts_are_those_of_the_copy(l2r, tmp_path):
     """Codes and scales are counted as whoever wrote the index did: the difference is ours."""
     folder, new = copy_of("fp8", tmp_path / "stock"), tmp_path / "new"

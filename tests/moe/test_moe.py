@@ -65,6 +65,24 @@ def test_layer_equals_dense_reference_forward_and_backward(activation, bias, ske
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("trained", ["router", "experts", "tokens"])
+def test_what_trains_alone_has_its_gradient_of_the_dense_reference(trained):
+    """As in a fit, with frozen experts, and in a training with a frozen router."""
+    experts = build("swiglu", False, torch.float64)
+    experts.requires_grad_(trained == "experts")
+    x = torch.randn(23, 16, dtype=torch.float64, requires_grad=trained == "tokens")
+    indices, weights = routing(23, 1, torch.float64)
+    weights.requires_grad_(trained == "router")
+    inputs = {"router": [weights], "experts": [*experts.parameters()], "tokens": [x]}[trained]
+    direction = torch.randn(23, 16, dtype=torch.float64)
+    found = [
+        torch.autograd.grad(layer(x, indices, weights), inputs, direction)
+        for layer in (experts, lambda *given: dense(experts, *given))
+    ]
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap of the grouped product
 @pytest.mark.filterwarnings("ignore:.*searchsorted")  # vmap of it

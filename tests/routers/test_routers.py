@@ -13,6 +13,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from l2r import L2RConfig, RouterConfig, XMoEConfig, build_router, capture, register_router
 from l2r.routers import LinearRouter, Router, make_config, router_names
 from l2r.routers.bare_linear import BareLinear
+from l2r.routers.norms import QueryBatchNorm
 from l2r.runs.router_names import PAPER_ROUTERS
 from tests import reference
 
@@ -491,3 +492,37 @@ def test_the_setting_for_experts_builds_where_sizes_are_small_and_names_impossib
     for name, value in (("num_experts", 0), ("hidden_size", 0), ("top_k", 301)):
         with pytest.raises(ValueError, match=f"top_k <= num_experts; got .*{name}={value}"):
             L2RConfig.for_experts(**{**small, name: value})
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_learned_temperature_trains_after_it_was_lifted_as_before(trains):
+    """FSDP2 wants vectors; what somebody froze stays frozen."""
+    config = L2RConfig(rank=2, heads=2, learn_temperature=True)
+    router = build_router(config, hidden_size=16, num_experts=4, top_k=2)
+    router.log_temperature.requires_grad_(trains)
+    router.lift_scalars()
+    assert router.log_temperature.shape == (1,)
+    assert router.log_temperature.requires_grad is trains
+
+
+def test_running_statistics_of_several_ranks_are_those_of_all_their_tokens(monkeypatch):
+    """A rank of 5 tokens beside one of 3, whose sums are added where ranks would add theirs."""
+    own, other = torch.randn(5, 4), 3 + 2 * torch.randn(3, 4)
+    totals = []
+
+    def added(sums):
+        if not totals:
+            theirs = torch.cat([torch.tensor([3.0]), other.sum(dim=0)])
+        else:
+            theirs = (other - totals[0][1:] / totals[0][0]).square().sum(dim=0)
+        totals.append(sums + theirs)
+        return totals[-1]
+
+    monkeypatch.setattr("l2r.routers.norms._over_ranks", added)
+    norm = QueryBatchNorm(4, momentum=1.0).train()
+    mean, var = norm.statistics(own)
+    every = torch.cat([own, other])
+    torch.testing.assert_close(mean, every.mean(dim=0))
+    torch.testing.assert_close(var, every.var(dim=0, unbiased=False))
+    torch.testing.assert_close(norm.running_mean, every.mean(dim=0))
+    torch.testing.assert_close(norm.running_var, every.var(dim=0))

@@ -146,6 +146,23 @@ def test_other_families_with_linear_gates(family, opens, tmp_path):
         assert torch.equal(ours(sample_tokens()).logits, model(sample_tokens()).logits)
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ({"text_config": {"dtype": "float16"}}, "float16"),
+        ({"vision_config": {}, "text_config": {"torch_dtype": "float32"}}, "float32"),
+        ({"torch_dtype": "torch.float16", "text_config": {"dtype": "float32"}}, "float16"),
+        ({}, "bfloat16"),
+    ],
+)  # fmt: skip
+def test_the_dtype_of_a_wrapper_may_stand_in_its_texts_part_alone(dtypes, expected, tmp_path):
+    folder = copy_of("fp8", tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    kept = {n: v for n, v in config.items() if n not in ("dtype", "torch_dtype")}
+    (folder / "config.json").write_text(json.dumps({**kept, **dtypes}))
+    assert layout_of(folder).dtype == expected
+
+
 @pytest.mark.parametrize("layout", EACH)
 def test_the_layout_is_named(layout):
     assert weight_sizes(folder_of(layout)).layout == NAMES[layout]

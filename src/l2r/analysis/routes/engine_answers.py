@@ -10,7 +10,7 @@ from torch import Tensor
 
 from l2r.errors import InputError
 from l2r.hf.routes import Fingerprint, Routes, from_sglang, from_vllm
-from l2r.runs.reading import parse_json
+from l2r.runs.reading import parse_json, refuse_endless
 
 _MEASURED = ("logprob", "expert")  # parts of the names of fields that hold measurements
 _MOST_IDS = 1 << 31  # as engines count them
@@ -146,6 +146,7 @@ def _unread(answer: dict[str, Any]) -> set[str]:
 
 def _objects(path: Path) -> list[dict[str, Any]]:
     # Other ends of lines, U+2028 among them, may stand in a string of JSON.
+    refuse_endless(path)
     try:
         text = path.read_bytes().strip()
         if text.startswith(b"["):

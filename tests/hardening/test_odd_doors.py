@@ -14,10 +14,15 @@ import pytest
 from l2r.runs.reading import read_json
 from tests.hardening.test_absurd_files import (
     DIAGNOSE,
+    EVIDENCE,
     REPORT,
+    RESULT,
+    Case,
     at,
+    changed_line,
     kept,
     own_model,
+    prepared,
     small_tokenizer,
     tokenizer_file,
 )
@@ -195,3 +200,19 @@ def test_files_of_ours_take_halves_of_characters(tmp_path):
     write_text(tmp_path / "page.html", "d\udcff")
     append_text(tmp_path / "page.html", "\udcfe\n")
     assert (tmp_path / "page.html").read_text() == "d\\udcff\\udcfe\n"
+
+
+def test_a_loss_that_is_a_list_ends_the_records(at, l2r):
+    path = at / "run" / "metrics.jsonl"
+    line = '{"kind": "validation", "step": 3, "tokens": 24, "ce/mean": [1]}\n'
+    path.write_text(path.read_text() + line)
+    assert l2r(*REPORT).code == 0
+
+
+@pytest.mark.parametrize("value", [1e308, -1e200])
+def test_a_result_whose_square_is_no_number_is_refused(value, at, l2r):
+    case = Case(RESULT, changed_line(trained={"validation_ce": value}), EVIDENCE, "")
+    prepared(at, case)
+    case.write(at / RESULT)
+    line = l2r(*EVIDENCE).refusal()
+    assert "is not the result of a cell" in line and "must lie within" in line

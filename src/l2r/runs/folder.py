@@ -37,6 +37,7 @@ from l2r.runs.atomic import (
 from l2r.runs.plain_json import plain_json
 from l2r.runs.reading import parse_json, read_json, read_yaml, refuse_endless
 
+_SINGLE = ("tokens", "ce", "ce/mean", "top1", "balance")  # fields of a record that are one number
 _LONGEST = 1 << 24  # bytes of a line of metrics.jsonl, far above any record
 SEED_MARK = ".seed-"  # and the seed, in the name of a run that repeats another
 
@@ -193,7 +194,12 @@ class RunFolder:
 
 
 def _is_record(record: dict[str, Any]) -> bool:
-    """Whether it has a step and a kind, and numbers or lists of numbers under all other names."""
+    """Whether it has a step and a kind, and numbers or lists of numbers under all other names.
+
+    Losses and accuracies are one number each.
+    """
+    if any(isinstance(record.get(name), list) for name in _SINGLE):
+        return False
     numbers = [v for name, v in record.items() if name != "kind"]
     flat = [n for v in numbers for n in (v if isinstance(v, list) else [v])]
     numeric = all(n is None or isinstance(n, int | float) for n in flat)

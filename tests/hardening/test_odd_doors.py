@@ -34,7 +34,17 @@ __all__ = ["at", "kept", "own_model", "small_tokenizer", "tokenizer_file"]
 CONFIG, WEIGHTS = "model/config.json", "model/model.safetensors"
 INDEX = "model/model.safetensors.index.json"
 AGAINST = ("mismatch", "model", "--against", "routes.safetensors", *CHECK[2:], "--out", "page")
-ANSWERS = ("mismatch", "model", "--against", "vllm", "--answers", "a.jsonl", "--out", "page")
+ANSWERS = (
+    "mismatch",
+    "model",
+    "--against",
+    "vllm",
+    "--answers",
+    "a.jsonl",
+    *CHECK[2:],
+    "--out",
+    "page",
+)
 
 
 def pipe(path):
@@ -73,6 +83,7 @@ CASES = {
     "a diagnosis that is a device": ("run/diagnosis.json", zeros, REPORT, ""),
     "routes that are a pipe": ("routes.safetensors", pipe, AGAINST, "a file of routes"),
     "answers that are a pipe": ("a.jsonl", pipe, ANSWERS, "is no regular file"),
+    "answers of 8 GiB": ("a.jsonl", sparse, ANSWERS, "must have at most"),
     "a manifest that is a pipe": ("tokens/manifest.json", pipe, DIAGNOSE, ""),
     "an index of another kind of file": (
         WEIGHTS,

@@ -86,6 +86,15 @@ def sizes(what: str = "a size") -> Iterator[None]:
         raise InputError(f"{what} is too large: {str(error).splitlines()[0]}") from error
 
 
+def environment_number(name: str, default: int) -> int:
+    """The whole number in an environment variable. Raises InputError for anything else."""
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(f"variable {name} must be a whole number; got {text!r:.80}") from None
+
+
 def blames_input(error: BaseException) -> bool:
     """Whether an error of code that reads what was given says what is wrong with it.
 

@@ -17,6 +17,7 @@ from tests.hardening.test_absurd_files import (
     EVIDENCE,
     REPORT,
     RESULT,
+    TRAIN,
     Case,
     at,
     changed_line,
@@ -227,3 +228,13 @@ def test_a_result_whose_square_is_no_number_is_refused(value, at, l2r):
     case.write(at / RESULT)
     line = l2r(*EVIDENCE).refusal()
     assert "is not the result of a cell" in line and "must lie within" in line
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
+def test_a_variable_that_is_no_number_is_named(variable, at, l2r, monkeypatch):
+    monkeypatch.setenv(variable, "many")
+    line = l2r(*TRAIN).refusal()
+    assert line == f"error: variable {variable} must be a whole number; got 'many'"
+    if variable == "WORLD_SIZE":
+        for command in (("compare", "demo", "--routers", "linear"), ("evidence", "decision")):
+            assert variable in l2r(*command).refusal()

@@ -16,6 +16,8 @@ from pathlib import Path
 # Of a disk that is full, broken or read-only: libraries do not always say which file it was.
 DISK = {getattr(errno, name, -1) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS")}
 
+_SHOWN = 600  # characters of a path; more are cut off
+
 # What torch says of sizes that no machine has.
 _TOO_LARGE = (
     "can't allocate memory",
@@ -39,7 +41,11 @@ class PathError(OSError, InputError):
             return super().__str__()
         reason = str(self.strerror)[0].lower() + str(self.strerror)[1:]
         # the second path is where a finished file is moved
-        return f"cannot use {self.filename2 or self.filename}: {reason}"
+        name = str(self.filename2 or self.filename)
+        shown = (
+            name if len(name) <= _SHOWN else f"{name[: _SHOWN // 2]}... ({len(name):,} characters)"
+        )
+        return f"cannot use {shown}: {reason}"
 
 
 @contextmanager
@@ -78,6 +84,15 @@ def sizes(what: str = "a size") -> Iterator[None]:
         if not any(words in str(error) for words in _TOO_LARGE):
             raise
         raise InputError(f"{what} is too large: {str(error).splitlines()[0]}") from error
+
+
+def environment_number(name: str, default: int) -> int:
+    """The whole number in an environment variable. Raises InputError for anything else."""
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(f"variable {name} must be a whole number; got {text!r:.80}") from None
 
 
 def blames_input(error: BaseException) -> bool:

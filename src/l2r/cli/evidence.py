@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 
 from l2r.cli.experiment import say
 from l2r.cli.options import AsJson, Open, out_option, tokens_option
-from l2r.errors import InputError
+from l2r.errors import InputError, environment_number
 
 if TYPE_CHECKING:
     from l2r.studies import Plan, Question
@@ -78,7 +78,7 @@ def run(
     from l2r.runs.atomic import check_place
     from l2r.studies import read_plan
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if environment_number("WORLD_SIZE", 1) > 1:
         raise InputError("this command starts processes itself; run it without torchrun")
     registered = read_plan(plan)
     stored = results / registered.name

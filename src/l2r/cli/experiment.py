@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from l2r.cli.output import echo
-from l2r.errors import InputError
+from l2r.errors import InputError, environment_number
 
 if TYPE_CHECKING:
     from l2r.studies import Cell, Outcome
@@ -49,11 +49,9 @@ def run_all(
 
     A signal ends the command with exit code 128 + signal. Raises ValueError under torchrun.
     """
-    import os
-
     from l2r.studies import run_cells, suitable_processes
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if environment_number("WORLD_SIZE", 1) > 1:
         raise InputError(
             "this command is one process; start its runs with "
             '--launch "torchrun --nproc-per-node N"'

@@ -84,8 +84,11 @@ def read_text(text: str) -> str:
     """The text itself, or that of standard input for ``-``. Raises ValueError where it is empty."""
     try:
         read = sys.stdin.read() if text == "-" else text
+        read.encode()  # bytes of a command line that are not UTF-8 are halves of characters
     except UnicodeDecodeError:
         raise InputError("text must be in UTF-8; standard input is not") from None
+    except UnicodeEncodeError as error:
+        raise InputError(f"text must be in UTF-8; character {error.start} is not") from None
     if not read:
         raise InputError("text must not be empty")
     return read

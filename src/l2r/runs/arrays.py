@@ -15,6 +15,7 @@ from jaxtyping import jaxtyped
 
 from l2r.errors import InputError
 from l2r.runs.atomic import write_bytes
+from l2r.runs.reading import refuse_endless
 
 _MAX_BYTES = 1 << 30  # unpacked: a page holds them all in memory, some of them twice
 _HEADERS = {
@@ -63,6 +64,7 @@ class Arrays:
     def read(cls, path: Path) -> Self:
         """Read such a file. Raises ValueError when it is missing or another."""
         names = {field.name for field in fields(cls)}
+        refuse_endless(path)
         try:
             with path.open("rb") as file, ZipFile(file) as archive:
                 parts = {part.filename.removesuffix(".npy"): part for part in archive.infolist()}

@@ -21,10 +21,15 @@ from typing import Any, BinaryIO
 from l2r.errors import DISK, InputError, PathError, using
 from l2r.runs.plain_json import plain_json
 
+_HALVES = "backslashreplace"  # how halves of characters are written, which UTF-8 cannot have
+
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file so that a reader or a crash never meets half of it."""
-    write_bytes(path, text.encode())
+    """Write a text file so that a reader or a crash never meets half of it.
+
+    Half of a character, of which names of files that are not UTF-8 have some, becomes ``\\udcff``.
+    """
+    write_bytes(path, text.encode(errors=_HALVES))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -60,12 +65,24 @@ def copy_file(old: Path, new: Path) -> None:
 
 
 def new_file(path: Path) -> tuple[Path, BinaryIO]:
-    """Open a file next to ``path`` that did not exist; its name, ``.NAME.….part``, is drawn."""
+    """Open a file next to ``path`` that did not exist; its name, ``.NAME.….part``, is drawn.
+
+    Raises ValueError where ``path`` is a pipe or a device, in whose place it would come.
+    """
+    _refuse_device(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         return temporary, temporary.open("xb")  # x: never an existing file, and never a link
     except OSError as error:
         raise PathError(error.errno, error.strerror, str(path)) from error
+
+
+def _refuse_device(path: Path) -> None:
+    """Raise ValueError for a pipe, a device or what leads to one: /dev/null, /dev/stdout."""
+    with suppress(OSError):  # nothing there yet, or an end that is seen when it is written to
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise InputError(f"{path} is no regular file, and a file in its place would remove it")
 
 
 def publish(temporary: Path, path: Path) -> None:
@@ -85,7 +102,7 @@ def append_text(path: Path, text: str) -> None:
     Raises ValueError where there is a link or anything else that is no regular file.
     """
     descriptor = _open_regular(path, os.O_WRONLY | os.O_APPEND)
-    with using(path), os.fdopen(descriptor, "a", encoding="utf-8") as stream:
+    with using(path), os.fdopen(descriptor, "a", encoding="utf-8", errors=_HALVES) as stream:
         stream.write(text)
 
 
@@ -161,6 +178,7 @@ def check_file_place(path: Path) -> None:
     """Raise PathError, before long work, where a file cannot be written; make nothing."""
     if path.is_dir():
         raise PathError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    _refuse_device(path)
     check_place(path.parent)
 
 
@@ -207,8 +225,10 @@ def folder_beside(path: Path) -> Iterator[Path]:
                 remove(former)
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
-        with using(path):
+        try:
             temporary.mkdir()
+        except OSError as error:  # the user knows of no hidden folder
+            raise PathError(error.errno, error.strerror, str(path)) from error
         with ExitStack() as held:
             try:
                 held.enter_context(_folder_lock(temporary))

@@ -38,7 +38,7 @@ from safetensors.numpy import load_file, save
 
 from l2r.errors import InputError
 from l2r.runs.atomic import write_bytes, write_json
-from l2r.runs.reading import parse_json, read_bytes
+from l2r.runs.reading import parse_json, read_bytes, refuse_endless
 from l2r.stats.agreement import Agreement, agreement
 
 SCHEMA = 1
@@ -118,6 +118,7 @@ def read_diagnosis(folder: Path) -> Diagnosis:
         text = parse_json(read_bytes(folder / _NUMBERS), strict=False)
         if text["schema"] != SCHEMA:
             raise InputError(f"schema must be {SCHEMA}; got {text['schema']}")
+        refuse_endless(folder / _ARRAYS)
         layers, arrays = text["layers"], load_file(folder / _ARRAYS)
         needed = {f"{layer}.{kind}" for layer in range(len(layers)) for kind in USAGE}
         if not needed or not needed <= arrays.keys():

@@ -35,8 +35,10 @@ from l2r.runs.atomic import (
     write_text,
 )
 from l2r.runs.plain_json import plain_json
-from l2r.runs.reading import parse_json, read_json, read_yaml
+from l2r.runs.reading import parse_json, read_json, read_yaml, refuse_endless
 
+_SINGLE = ("tokens", "ce", "ce/mean", "top1", "balance")  # fields of a record that are one number
+_LONGEST = 1 << 24  # bytes of a line of metrics.jsonl, far above any record
 SEED_MARK = ".seed-"  # and the seed, in the name of a run that repeats another
 
 
@@ -143,16 +145,16 @@ class RunFolder:
 
     def _parse_metrics(self) -> list[dict[str, Any]]:
         records = []
-        with using(self.metrics):
-            lines = self.metrics.read_bytes().splitlines()
-        for line in lines:
-            try:
-                record = parse_json(line, strict=False)
-            except ValueError:
-                break
-            if not _is_record(record):
-                break
-            records.append({name: _number(value) for name, value in record.items()})
+        refuse_endless(self.metrics)
+        with using(self.metrics), self.metrics.open("rb") as stream:
+            while line := stream.readline(_LONGEST):
+                try:
+                    record = parse_json(line, strict=False)
+                except ValueError:
+                    break
+                if not _is_record(record):
+                    break
+                records.append({name: _number(value) for name, value in record.items()})
         return records
 
     def cut_metrics(self, step: int) -> None:
@@ -192,7 +194,12 @@ class RunFolder:
 
 
 def _is_record(record: dict[str, Any]) -> bool:
-    """Whether it has a step and a kind, and numbers or lists of numbers under all other names."""
+    """Whether it has a step and a kind, and numbers or lists of numbers under all other names.
+
+    Losses and accuracies are one number each.
+    """
+    if any(isinstance(record.get(name), list) for name in _SINGLE):
+        return False
     numbers = [v for name, v in record.items() if name != "kind"]
     flat = [n for v in numbers for n in (v if isinstance(v, list) else [v])]
     numeric = all(n is None or isinstance(n, int | float) for n in flat)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import re
+import stat
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,37 @@ MAX_DEPTH = 64  # levels; Python gives up at a thousand, what copies or prints a
 MAX_PARTS = 1 << 22  # lists and objects of a JSON text: an empty one is 2 bytes there, 64 in memory
 MAX_VALUES = 100_000  # of a YAML file whose aliases are written out
 _LFS, _LFS_BYTES = b"version https://git-lfs.github.com/spec/", 1024  # how pointers begin; at most
+_NAME = 255  # bytes of a file's name, at most
+_WEIGHTS = (".safetensors", ".bin")
+_OF_SHELLS = (("/", "dev"), ("/", "proc"))  # /dev/fd/63, /proc/self/fd/63
 _NESTING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
 
 
 def read_bytes(path: Path) -> bytes:
     """A file of at most ``MAX_BYTES``. Raises ValueError for a larger one, OSError for none."""
+    refuse_endless(path)
     with using(path), path.open("rb") as stream:
         data = stream.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise InputError(f"it must have at most {MAX_BYTES:,} bytes")
     return data
+
+
+def refuse_endless(path: Path, most: int | None = None) -> None:
+    """Raise ValueError for a pipe or a device, and for a file of more than ``most`` bytes.
+
+    Opening a pipe waits, perhaps for ever, for somebody to write. One that a shell made for this
+    process, ``<(command)``, has a writer. A path that is not there, or a folder, passes.
+    """
+    try:
+        found = path.stat()
+    except OSError:
+        return
+    folder_or_file = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
+    if not folder_or_file and path.absolute().parts[:2] not in _OF_SHELLS:
+        raise InputError(f"{path} is no regular file")
+    if most is not None and found.st_size > most:
+        raise InputError(f"{path} must have at most {most:,} bytes; it has {found.st_size:,}")
 
 
 def refuse_pointer(path: Path) -> None:
@@ -88,12 +110,15 @@ def indexed_files(index: Path) -> list[Path]:
         raise InputError(f"{index} must have weight_map, an object of file names")
     for name in places.values():
         refuse_other_folders(name, index.name)
+        if not name.endswith(_WEIGHTS):
+            raise InputError(f"{index} must name {' or '.join(_WEIGHTS)}; got {name!r:.80}")
     return [index.with_name(name) for name in sorted(set(places.values()))]
 
 
 def refuse_other_folders(name: str, where: str) -> None:
     """Raise ValueError unless ``name``, given by ``where``, is that of a file beside it."""
-    if name in {"", ".", ".."} or any(sign in name for sign in "/\\\0"):
+    too_long = len(name.encode(errors="surrogatepass")) > _NAME
+    if too_long or name in {"", ".", ".."} or any(sign in name for sign in "/\\\0"):
         raise InputError(f"{where} must name files of its folder; got {name!r:.80}")
 
 

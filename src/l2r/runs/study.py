@@ -49,6 +49,9 @@ def hardware(facts: Mapping[str, Any]) -> str:
     return f"{gpus} ({processor})" if gpus else processor
 
 
+_LARGEST = 1e150  # of a measure: its square, which a deviation needs, is a number too
+
+
 @dataclass(frozen=True)
 class CellResult:
     """What one run measured.
@@ -166,7 +169,10 @@ def _result(values: dict[str, Any]) -> CellResult:
 
 
 def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
+    number = math.nan if value is None else float(value)
+    if math.isfinite(number) and abs(number) > _LARGEST:
+        raise InputError(f"measures must lie within +-{_LARGEST:.0e}; got {number}")
+    return number
 
 
 def _without_seed(recipe: Mapping[str, Any]) -> dict[str, Any]:

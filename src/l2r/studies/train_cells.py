@@ -1,6 +1,7 @@
 """Train cells: leave what is finished, resume the rest, say how each ended."""
 
 import shlex
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +44,10 @@ def run_cells(
     Finished cells are left as they are, unfinished ones resume from their newest checkpoint. A
     cell that fails does not stop the others. ``launch`` starts each cell as a process of its
     own, e.g. ``"torchrun --nproc-per-node 8"``; otherwise cells are trained in this process, one
-    after another, or with ``processes`` above 1 in as many at a time.
+    after another, or with ``processes`` above 1 in as many at a time. Raises ValueError for a
+    ``launch`` that is no command of this machine.
     """
+    launcher = None if launch is None else _command(launch)
     todo: list[tuple[Cell, RunFolder, str, int]] = []
     threads = shares(len(cells), processes)
     for number, cell in enumerate(cells, start=1):
@@ -55,9 +58,9 @@ def run_cells(
             refuse_link(run.path)
             if not is_finished(run, cell.recipe):
                 ended = None
-                if launch is not None:
+                if launcher is not None:
                     report(label)
-                    ended = _train_elsewhere(cell, run, shlex.split(launch))
+                    ended = _train_elsewhere(cell, run, launcher)
                 elif processes > 1:
                     todo.append((cell, run, label, threads[number - 1]))
                     continue
@@ -96,6 +99,16 @@ def _train(recipe: AnyRecipe, folder: Path, label: str, **options: Any) -> Ended
 def is_finished(run: RunFolder, recipe: AnyRecipe) -> bool:
     """Whether the folder holds the final weights of just this recipe."""
     return has_recipe(run, recipe) and run.is_finished()
+
+
+def _command(launch: str) -> list[str]:
+    try:
+        words = shlex.split(launch)
+    except ValueError as error:
+        raise InputError(f"launch must be a command; got {launch!r:.80}: {error}") from error
+    if not words or shutil.which(words[0]) is None:
+        raise InputError(f"launch must begin with a program that is there; got {launch!r:.80}")
+    return words
 
 
 def _train_elsewhere(cell: Cell, run: RunFolder, launcher: list[str]) -> Ended:

@@ -1,7 +1,6 @@
 """The processes of one run: who am I, which device, and the few collectives the loop needs."""
 
 import itertools
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
+
+from l2r.errors import environment_number
 
 _groups = itertools.count()
 # Groups that were left. A model under DDP may be freed after its group was left; were its
@@ -68,9 +69,9 @@ def join_ranks() -> Iterator[Ranks]:
 
     One GPU per process when there are any, else the CPU with gloo.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    world = environment_number("WORLD_SIZE", 1)
+    rank = environment_number("RANK", 0)
+    local = environment_number("LOCAL_RANK", 0)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local)

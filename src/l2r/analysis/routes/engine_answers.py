@@ -1,6 +1,7 @@
 """Answers of a server that say which experts their tokens took: vLLM's and SGLang's."""
 
 from collections.abc import Iterator, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from l2r.errors import InputError
 from l2r.hf.routes import Fingerprint, Routes, from_sglang, from_vllm
-from l2r.runs.reading import parse_json
+from l2r.runs.reading import MAX_BYTES, parse_json, refuse_endless
 
 _MEASURED = ("logprob", "expert")  # parts of the names of fields that hold measurements
 _MOST_IDS = 1 << 31  # as engines count them
@@ -144,15 +145,27 @@ def _unread(answer: dict[str, Any]) -> set[str]:
     return found - _READ
 
 
+def _lines(stream: BufferedReader) -> Iterator[bytes]:
+    while line := stream.readline(MAX_BYTES + 1):
+        if _at_most(line).strip():
+            yield line
+
+
+def _at_most(text: bytes) -> bytes:
+    if len(text) > MAX_BYTES:
+        raise InputError(f"a line must have at most {MAX_BYTES:,} bytes")
+    return text
+
+
 def _objects(path: Path) -> list[dict[str, Any]]:
     # Other ends of lines, U+2028 among them, may stand in a string of JSON.
+    refuse_endless(path)
     try:
-        text = path.read_bytes().strip()
-        if text.startswith(b"["):
-            values = parse_json(text, list, strict=False)
-        else:
-            lines = (line for line in text.split(b"\n") if line.strip())
-            values = [parse_json(line, strict=False) for line in lines]
+        with path.open("rb") as stream:
+            if stream.peek(1024).lstrip().startswith(b"["):
+                values = parse_json(_at_most(stream.read(MAX_BYTES + 1)), list, strict=False)
+            else:
+                values = [parse_json(line, strict=False) for line in _lines(stream)]
     except ValueError as error:
         raise InputError(f"{path} must hold one JSON object a line: {error}") from error
     if not all(isinstance(value, dict) for value in values):

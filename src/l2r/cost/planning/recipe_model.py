@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from l2r.errors import sizes
 from l2r.training.recipes import VisionRecipe
 
 if TYPE_CHECKING:
@@ -25,15 +26,16 @@ def recipe_sizes(folder: str) -> "dict[str, tuple[str, ModelSize]]":
 
 
 def meta_model(recipe: "AnyRecipe") -> nn.Module:
-    """The model of a recipe on the meta device."""
-    return _MODELS[recipe.task](recipe)
+    """The model of a recipe on the meta device. Raises ValueError for sizes that no machine has."""
+    with sizes():
+        return _MODELS[recipe.task](recipe)
 
 
 def tokens_per_item(recipe: "AnyRecipe") -> int:
     """Tokens of a sequence, or patches of an image and its class token."""
     if isinstance(recipe, VisionRecipe):
-        sizes = recipe.model_options()
-        return int(sizes["image_size"] // sizes["patch_size"]) ** 2 + 1
+        options = recipe.model_options()
+        return int(options["image_size"] // options["patch_size"]) ** 2 + 1
     return recipe.data.sequence_length
 
 

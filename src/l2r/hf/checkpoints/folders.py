@@ -10,7 +10,7 @@ from typing import Any
 
 from l2r.errors import InputError
 from l2r.runs.folder import RunFolder
-from l2r.runs.reading import read_json, refuse_pointer
+from l2r.runs.reading import MAX_BYTES, read_json, refuse_endless, refuse_pointer
 
 # One of these makes a tokenizer; merges.txt and the like go with them.
 _TOKENIZERS = (
@@ -21,6 +21,18 @@ _TOKENIZERS = (
     "tokenizer.model",
     "spiece.model",
     "tekken.json",
+)
+# Files that transformers reads into memory, whole.
+_READ_WHOLE = (
+    "*config.json",
+    "*tokens*.json",
+    "*.index*.json",
+    "chat_template*",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "tekken.json",
+    "*.model",
 )
 _ADAPTER, _GGUF = "adapter_config.json", ".gguf"
 # Of these kinds, the first that is there is read.
@@ -47,7 +59,8 @@ def checkpoint_folder(path: str | Path) -> Path:
     """The Hugging Face folder meant by ``path``: itself, or ``model/`` of a run folder.
 
     Raises ValueError where neither has a config.json, where weights or a tokenizer are pointers of
-    git-lfs, and for an adapter or a GGUF file without other weights, which it names.
+    git-lfs, and for an adapter or a GGUF file without other weights, which it names; also where one
+    of its files is a pipe or a device, whose bytes may never come, or too large to be read.
     """
     for folder in (Path(path), Path(path) / "model"):
         if (folder / "config.json").is_file():
@@ -55,6 +68,9 @@ def checkpoint_folder(path: str | Path) -> Path:
             others = [folder / name for name in ("config.json", *_TOKENIZERS)]
             for file in (*weights, *others):
                 refuse_pointer(file)
+            for kind in (*_WEIGHTS, *_READ_WHOLE):
+                for file in sorted(folder.glob(kind)):
+                    refuse_endless(file, None if kind in _WEIGHTS else MAX_BYTES)
             if not weights and (words := _other_layout(folder)):
                 raise InputError(words)
             return folder

@@ -1,6 +1,5 @@
 """Where a checkpoint's weights go, and in which dtype: memory, several devices, or disk."""
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 from l2r.errors import InputError
 from l2r.hf.models.layouts import Layout, layout_of
 from l2r.machine import available_memory, device_name, pick_device
-from l2r.runs.reading import indexed_files
+from l2r.runs.reading import indexed_files, parse_json
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -114,13 +113,13 @@ class Placement:
         if text is None or text in _MAPS:
             return text
         try:
-            places = json.loads(text)
+            places = parse_json(text.encode(errors="backslashreplace"), strict=False)
         except ValueError:
             places = None
         if not isinstance(places, dict) or not places or "auto" in places.values():
             raise InputError(
                 f"device_map must be one of {', '.join(_MAPS)} or the JSON of modules and their "
-                f'devices, such as {{"model": "cpu", "lm_head": "disk"}}; got {text!r}'
+                f'devices, such as {{"model": "cpu", "lm_head": "disk"}}; got {text!r:.200}'
             )
         return places
 

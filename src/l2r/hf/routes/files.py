@@ -13,7 +13,7 @@ from torch import Tensor
 
 from l2r.errors import InputError
 from l2r.runs.atomic import write_bytes
-from l2r.runs.reading import parse_json
+from l2r.runs.reading import parse_json, refuse_endless
 
 _FORMAT = "l2r-routes-1"
 
@@ -62,6 +62,7 @@ def read_arrays(
     path: Path, needed: tuple[str, ...], optional: tuple[str, ...]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Arrays by name, and the fingerprint's fields. Raises ValueError or OSError."""
+    refuse_endless(path)
     try:
         with safe_open(path, framework="np") as file:
             metadata, names = file.metadata() or {}, set(file.keys())

@@ -6,6 +6,7 @@ plain text is one document, and ``FOLDER/*.txt`` is one shard of all text files 
 """
 
 import gzip
+import io
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,13 +15,13 @@ from typing import Any, Self
 
 from l2r.errors import InputError, blames_input
 from l2r.runs.reading import MAX_BYTES, parse_json
+from l2r.training.data.streams import BinaryFile, UnreachableError, WholeStream
 
-# A readable binary file; the libraries that open shards share no class for it.
-BinaryFile = Any
 # A number for errors, and the document: as it stands in its line, or read.
 Documents = Iterator[tuple[int, Any]]
 TEXT_FILES = "*.txt"
 _ROWS = 1 << 28  # bytes of Parquet's rows that are held at a time, by the sizes that the file gives
+_BLOCK = 1 << 20  # bytes of a URL that are read at a time
 _MOST_ROWS = 256  # rows that are held at a time
 
 
@@ -33,12 +34,17 @@ class _RefusedDocumentError(InputError):
 
 
 def open_shard(url: str) -> BinaryFile:
-    """Open a shard for reading bytes. Raises InputError for a URL that cannot be had."""
+    """Open a shard for reading bytes. Raises InputError for a URL that cannot be had.
+
+    A URL's bytes go on after faults of the network; see :class:`WholeStream`.
+    """
     if "://" in url:
         import fsspec
 
         with _naming(url):
-            return fsspec.open(url, "rb").open()
+            return io.BufferedReader(
+                WholeStream(url, lambda: fsspec.open(url, "rb").open()), _BLOCK
+            )
     path = Path(url)
     return _TextFiles(path.parent) if path.name == TEXT_FILES else path.open("rb")
 
@@ -107,8 +113,8 @@ def read_numbered(stream: BinaryFile, name: str) -> Iterator[tuple[int, str]]:
     """Line (or row, from 1) and text of a shard's documents, in order; 0 for a file of text.
 
     ``name`` gives the format and names the shard in errors. Empty lines are passed over. Raises
-    BadShardError when the shard is truncated, corrupt, empty or lacks ``text``, and MemoryError,
-    which names the shard too.
+    BadShardError when the shard is truncated, corrupt, empty or lacks ``text``, UnreachableError
+    when its bytes stop coming, and MemoryError, which names the shard too.
     """
     reader = next((read for suffix, read in _READERS.items() if name.endswith(suffix)), None)
     if reader is None:
@@ -125,7 +131,7 @@ def read_numbered(stream: BinaryFile, name: str) -> Iterator[tuple[int, str]]:
                 raise BadShardError(f"shard {name}, line {line}: {error}") from error
             yield line, text
             count += 1
-    except BadShardError:
+    except (BadShardError, UnreachableError):
         raise
     except _RefusedDocumentError as error:
         raise BadShardError(f"shard {name}, document {count + 1}: {error}") from error
@@ -234,8 +240,6 @@ class _Borrowed:
 
 
 def _zstd_lines(stream: BinaryFile) -> Documents:
-    import io
-
     import pyarrow
 
     borrowed = pyarrow.PythonFile(_Borrowed(stream), "r")

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from l2r.hf.checkpoints import tokenizer_errors
 from l2r.training.data.manifest import TokenFile, TokenizerIdentity
-from l2r.training.data.shards import BadShardError, BinaryFile, open_shard, read_texts
+from l2r.training.data.shards import BadShardError, open_shard, read_texts
 from l2r.training.data.split import Split
+from l2r.training.data.streams import BinaryFile
 from l2r.training.data.token_writer import TokenWriter
 from l2r.training.data.tokenizer import load_tokenizer
 

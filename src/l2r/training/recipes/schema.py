@@ -22,6 +22,7 @@ from l2r.training.recipes.router_section import LanguageRouter, default_router
 CorpusVersion = Literal[1, 2]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Layers = Annotated[int, Field(gt=0, le=2000)]  # far above any model's; each is built by itself
 
 
 class Section(BaseModel):
@@ -77,7 +78,7 @@ class OlmoeSection(Section):
 
     init_from: str | None = None
     hidden_size: PositiveInt = 2048
-    num_hidden_layers: PositiveInt = 16
+    num_hidden_layers: Layers = 16
     num_attention_heads: PositiveInt = 16
     intermediate_size: PositiveInt = 1024
     num_experts: PositiveInt = 64

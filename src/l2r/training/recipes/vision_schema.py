@@ -15,7 +15,7 @@ from l2r.errors import InputError
 from l2r.runs.read_with import OtherThan
 from l2r.training.recipes.changes import PIXELS
 from l2r.training.recipes.router_section import VisionRouter, default_vision_router
-from l2r.training.recipes.schema import Fraction, Recipe, Section, check_experts
+from l2r.training.recipes.schema import Fraction, Layers, Recipe, Section, check_experts
 
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 
@@ -33,7 +33,7 @@ class VitSection(Section):
     patch_size: PositiveInt | None = None
     num_channels: Literal[1, 3] | None = None
     hidden_size: PositiveInt = 384
-    num_hidden_layers: PositiveInt = 12
+    num_hidden_layers: Layers = 12
     num_attention_heads: PositiveInt = 6
     intermediate_size: PositiveInt = 1536
     layer_norm_eps: PositiveFloat = 1e-6

@@ -26,6 +26,8 @@ def place(tmp_path, monkeypatch):
     tree = tmp_path / "by-hand-tree" / "src" / "l2r" / "a.py"
     tree.parent.mkdir(parents=True)
     tree.write_text(source.read_text())
+    for tests in ENTRY["tests"]:
+        (tmp_path / "by-hand-tree" / tests).mkdir(parents=True)
     return tmp_path
 
 
@@ -54,6 +56,13 @@ def test_fast_tests_come_first_and_a_result_is_kept(place, monkeypatch):
     fast = [("not slow", "tests/near"), ("not slow", "tests/far")]
     assert tried(place, monkeypatch, fast[1:], again=True) == ("fast", fast)
     assert tried(place, monkeypatch, [], again=True) == ("fast", [])
+
+
+def test_tests_that_are_gone_find_nothing_and_are_named(place, monkeypatch):
+    """pytest ends with 4 where a path is missing, which is no failing test."""
+    (place / "by-hand-tree" / "tests" / "near").rmdir()
+    with pytest.raises(FileNotFoundError, match="change 1 names tests/near, which is gone"):
+        tried(place, monkeypatch, [])
 
 
 def test_a_change_whose_place_is_gone_is_stale_and_said_so(place, monkeypatch):

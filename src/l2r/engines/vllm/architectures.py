@@ -18,6 +18,8 @@ from l2r.transformers_hook import PREFIX
 MODELS = f"{__name__.rpartition('.')[0]}.models"  # whose attributes are the classes, by name
 # Where vLLM spells a class of transformers otherwise.
 _SPELLED = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
+# Classes of vLLM 0.32 that choose other experts than transformers from equal logits.
+_OTHERWISE = ("LagunaForCausalLM",)
 # Fields that vLLM reads, and whose values transformers' class has as constants or does not write:
 # without them vLLM's stock class computes otherwise, or stops.
 _NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
@@ -41,7 +43,7 @@ def add_architectures(registry: Any) -> None:
 
     for name in stock_architectures():
         stock = vllm_name(name)
-        if not _is_native(registry.models.get(stock)):
+        if stock in _OTHERWISE or not _is_native(registry.models.get(stock)):
             continue
         if name not in registry.models:  # vLLM warns of a second time
             # A string: vLLM imports classes when it needs them, in a process of its own.
@@ -94,7 +96,10 @@ def has_class(model: str | Path, values: Mapping[str, Any], *, trust_remote_code
     how = "run the folder's code in vLLM's Transformers backend with --trust-remote-code"
     if not _brings_code(values):
         how = f"l2r export {model} --out NEW; vllm serve NEW --trust-remote-code"
-    raise InputError(f"vLLM {vllm.__version__} has no class of its own for {name[3:]}: {how}")
+    lack = "has no class of its own for"
+    if vllm_name(name) in _OTHERWISE:
+        lack = "chooses other experts in its own class of"
+    raise InputError(f"vLLM {vllm.__version__} {lack} {name[3:]}: {how}")
 
 
 def _brings_code(values: Mapping[str, Any]) -> bool:

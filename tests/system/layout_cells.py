@@ -1,6 +1,5 @@
 """Cells of quantized folders: a layout and a command, compared with transformers as in cells.py."""
 
-import tempfile
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,11 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from l2r import load_pretrained
 from tests.hf.layout_codes import from_nf4, nf4_scales
 from tests.hf.layouts import LAYOUTS, TEXT, folder_of, tokenizer
-from tests.system.cells import COMMANDS, LENGTH, NEAR, ROWS, RefusedError
-from tests.system.forward import Call, forward, opened
+from tests.system.cells import COMMANDS, LENGTH, NEAR, ROWS, Folder, RefusedError
+from tests.system.forward import Call, forward
 
 # Of cells.py, those that open a folder; swaps, exports and saves have tests of their own.
 OPENING = (
@@ -22,8 +20,8 @@ OPENING = (
 )  # fmt: skip
 
 
-class LayoutFolder:
-    """A quantized folder, as cells.py wants one."""
+class LayoutFolder(Folder):
+    """A quantized folder in the place of those that cells.py makes."""
 
     kind = "stock"
     near = NEAR
@@ -32,25 +30,6 @@ class LayoutFolder:
         self.family, self.layout, self.text = LAYOUTS[layout].family, layout, text
         self.dtype, self.torch_dtype = "bf16", torch.bfloat16
         self.path, self.root = folder_of(layout), root
-
-    def new(self) -> Path:
-        """A folder to write into, new and empty."""
-        return Path(tempfile.mkdtemp(dir=self.root)) / "out"
-
-    @cached_property
-    def model(self) -> Any:
-        """Opened by transformers alone, in the dtypes of its file."""
-        return opened(self.path, "auto")
-
-    @cached_property
-    def in_float32(self) -> Any:
-        """Opened by transformers alone in float32."""
-        return opened(self.path, torch.float32)
-
-    @cached_property
-    def ours(self) -> Any:
-        """Opened by `load_pretrained`, for functions that leave a model as it was."""
-        return load_pretrained(self.path, dtype="auto")
 
     @cached_property
     def read(self) -> tuple[torch.Tensor, list[Call]]:

@@ -1,4 +1,4 @@
-"""What a command says of a bug in this package, and the file that a report of it takes along.
+"""Line on a bug in this package, and the file with which a user reports the bug.
 
 Standard library alone: whatever broke, this works.
 """

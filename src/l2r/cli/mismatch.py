@@ -183,7 +183,7 @@ def _other_checkpoint(against: str | None, *, code: bool) -> Path | None:
 
 
 def _has_codes(folder: Path, other: Path | None, against: str | None) -> bool:
-    """Whether a checkpoint's weights can be read in their own dtype alone.
+    """Tell whether a checkpoint's weights can be read in their own dtype alone.
 
     Raises ValueError where such weights are to be compared with themselves in another arithmetic.
     """

@@ -36,7 +36,7 @@ class ChatTemplate:
 
     @property
     def exists(self) -> bool:
-        """Whether the tokenizer has a chat template."""
+        """Say whether the tokenizer has a chat template."""
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     def render(self, messages: list[dict[str, str]]) -> str:

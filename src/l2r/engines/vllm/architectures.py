@@ -1,4 +1,4 @@
-"""Which of our architectures vLLM serves, and how it reads their config.json.
+"""Architectures of ours that vLLM serves, and how it reads their config.json.
 
 A folder names ``L2rMixtralForCausalLM`` and the model type ``l2r_mixtral``. vLLM looks a class up
 by the first and decides by the second, about DeepSeek's latent attention for one, so it gets our
@@ -53,7 +53,7 @@ def add_architectures(registry: Any) -> None:
 
 
 def _is_native(registered: Any) -> bool:
-    """Whether vLLM has a class of its own, and not its Transformers backend, under a name."""
+    """Tell a class of vLLM's own from its Transformers backend, by what is registered."""
     module = getattr(registered, "module_name", "")
     return registered is not None and not module.endswith(".transformers")
 
@@ -82,7 +82,7 @@ def read_our_configurations() -> None:
 
 
 def has_class(model: str | Path, values: Mapping[str, Any], *, trust_remote_code: bool) -> bool:
-    """Whether vLLM has a class for a folder of ours; False leaves it to the code in the folder.
+    """Ask whether vLLM has a class for a folder of ours; False leaves it to the folder's code.
 
     Raises ValueError, one line, where vLLM has none and the folder no code that may be run.
     """

@@ -1,10 +1,22 @@
 """A Chromium for the tests of pages; they are skipped where there is none."""
 
 import shutil
+import time
 
 import pytest
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+def wait_until(tab, condition, seconds=300):
+    """Ask a page again and again until the JavaScript ``condition`` is true.
+
+    wait_for_function asks inside the page, where the page's security policy forbids eval.
+    """
+    end = time.monotonic() + seconds
+    while not tab.evaluate(condition):
+        assert time.monotonic() < end, f"not true after {seconds} s: {condition}"
+        tab.wait_for_timeout(50)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.report.conftest import wait_until
 from tests.report.pages import every_page
 
 PAGES = ("report", "text", "diagnosis", "patches", "study", "sweep", "explorer", "bench")
@@ -53,12 +54,12 @@ def test_a_page_in_three_forms(name, open_tab, pages):
     for form, (scheme, width) in FORMS.items():
         tab.emulate_media(color_scheme=scheme)
         tab.set_viewport_size({"width": width, "height": 900})
-        tab.wait_for_function(DRAWN)
-        tab.wait_for_function(f"dark => {IS_DARK} === dark", arg=scheme == "dark")
+        wait_until(tab, DRAWN)
+        wait_until(tab, f"{IS_DARK} === {'true' if scheme == 'dark' else 'false'}")
         # Figures follow the theme and the width in their own time.
-        tab.wait_for_function(f"{LEAST_CONTRAST}({TEXT}) >= 7")
+        wait_until(tab, f"{LEAST_CONTRAST}({TEXT}) >= 7")
         assert tab.evaluate(f"{LEAST_CONTRAST}({ERROR_BARS})") >= 3  # WCAG's for graphics
-        tab.wait_for_function("width => document.documentElement.scrollWidth <= width", arg=width)
+        wait_until(tab, f"document.documentElement.scrollWidth <= {width}")
         if SHOTS:
             tab.wait_for_timeout(300)
             Path(SHOTS).mkdir(parents=True, exist_ok=True)
@@ -72,10 +73,10 @@ def test_the_explorer_waits_for_room(open_tab, pages):
     tab, errors = open_tab(viewport={"width": 20, "height": 20}), []
     tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.goto(pages["explorer"].as_uri())
-    tab.wait_for_function(DRAWN)
+    wait_until(tab, DRAWN)
     assert errors == []
     tab.set_viewport_size({"width": 420, "height": 900})
-    tab.wait_for_function("document.getElementById('landscape').width > 300")
+    wait_until(tab, "document.getElementById('landscape').width > 300")
     assert errors == []
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from l2r.report.text_view import write_text_page
+from tests.report.conftest import wait_until
 from tests.report.texts import WORDS, random_text
 
 pytestmark = pytest.mark.slow("a browser")
@@ -168,12 +169,12 @@ def test_choosing_an_expert_frames_its_tokens_and_shows_what_it_serves(page):
 def test_the_switch_shows_other_checkpoints_and_texts(page):
     page.locator("#left").select_option(label="two")
     page.locator("#right").select_option(label="none")
-    page.wait_for_function("document.querySelectorAll('.pane').length === 1")
+    wait_until(page, "document.querySelectorAll('.pane').length === 1")
     assert firsts(page) == first_of(TWO, 0)
     page.locator("#right").select_option(label="other")  # of another vocabulary
     assert token(page, 0, pane=1).text_content() == WORDS[::-1][OTHER.tokens[0, 0]].lstrip()
     token(page, 4, pane=1).hover()
-    page.wait_for_function("document.querySelectorAll('#token table').length === 1")
+    wait_until(page, "document.querySelectorAll('#token table').length === 1")
     assert rows_of(page) == expected_rows(OTHER, 0, 4)
 
 

@@ -91,6 +91,22 @@ def test_fewer_experts_than_ranks_are_padded_to_a_row_for_each():
     assert sizes.blocks[0].padded(8) > 4 * sizes.blocks[0].expert_numbers
 
 
+def test_checkpointing_holds_the_casts_of_one_block_at_a_time():
+    """Where the head is the peak, one more block costs its states and its input, half or not."""
+    for precision in ("fp32", "bf16"):
+        changes = ["data.vocab_size=8192", f"training.precision={precision}"]
+        pair = [
+            read_sizes(load_recipe("demo/l2r-sips", [*changes, f"model.num_hidden_layers={n}"]))
+            for n in (2, 3)
+        ]
+        cut = Cut("ddp", 1, 64, 64, True)
+        found = [formula(sizes, cut) for sizes in pair]
+        assert all(memory.logits > memory.peak / 2 for memory in found)
+        states = 3 * (found[1].weights - found[0].weights)
+        kept = 4 * pair[0].hidden * 64 * pair[0].tokens
+        assert found[1].peak - found[0].peak == pytest.approx(states + kept, rel=1e-9)
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_a_moving_average_is_one_more_copy_of_the_weights(parallel):
     plain = read_sizes(load_recipe("demo-vision/l2r-sips"))

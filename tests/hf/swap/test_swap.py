@@ -72,6 +72,17 @@ def test_the_family_rule_is_what_makes_outputs_equal():
     assert not torch.allclose(model(sample_tokens()).logits, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_a_router_that_trains_otherwise_starts_in_the_mode_of_the_model(training):
+    model = tiny_model(FAMILIES["mixtral"]).train(training)
+    swap_routers(model, L2RConfig(rank=2, heads=4, query_norm="batchnorm"))
+    averages = {n: v.clone() for n, v in model.named_buffers() if "running" in n}
+    assert averages
+    model(sample_tokens())
+    moved = {n for n, v in model.named_buffers() if n in averages and not v.equal(averages[n])}
+    assert moved == (set(averages) if training else set())
+
+
 @pytest.mark.parametrize("name", MAIN)
 def test_capture_sees_the_weights_and_indices_that_the_experts_get(name):
     model = swapped(name)

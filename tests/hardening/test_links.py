@@ -1,4 +1,4 @@
-"""Nothing is written through a link: in a stranger's folder it may name any file of the user's."""
+"""Nothing is written through a link, and no copy takes what a stranger's link names."""
 
 import json
 import os
@@ -189,6 +189,35 @@ def test_a_new_folder_does_not_take_the_place_of_a_link(target, l2r, checkpoint,
     link(tmp_path / "new", tmp_path / target)
     line = l2r("swap", checkpoint, "--out", tmp_path / "new").refusal()
     assert "out must be a new or empty folder" in line and not list((tmp_path / "empty").iterdir())
+
+
+@pytest.mark.parametrize("command", ["swap", "export"])
+@pytest.mark.parametrize("name", ["LICENSE", "vocab.txt", "additional_chat_templates/rag.jinja"])
+def test_a_link_in_a_folder_does_not_bring_another_file_into_a_copy(
+    command, name, l2r, checkpoint, victim, tmp_path
+):
+    """A copy may be published, with what a stranger's link named."""
+    link(checkpoint / name, victim / "letter")
+    line = l2r(command, checkpoint, "--out", tmp_path / "new").refusal()
+    assert f"{checkpoint / name} is a link to {victim / 'letter'}" in line
+    assert not (tmp_path / "new").exists()
+
+
+def test_links_of_a_hub_cache_and_of_the_folder_itself_are_followed(
+    l2r, checkpoint, small_tokenizer, tmp_path
+):
+    """A snapshot of the hub's cache is a folder of links into blobs."""
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b/snapshots/0f"
+    blobs.mkdir(parents=True)
+    (checkpoint / "LICENSE.txt").write_text("free\n")
+    for number, file in enumerate(sorted(checkpoint.iterdir())):
+        file.rename(blobs / str(number))
+        link(snapshot / file.name, Path("../../blobs") / str(number))
+    link(snapshot / "LICENSE", Path("LICENSE.txt"))
+    ended = l2r("swap", snapshot, "--out", tmp_path / "new")
+    assert ended.code == 0, ended
+    assert (tmp_path / "new" / "LICENSE").read_text() == "free\n"
+    assert not any(path.is_symlink() for path in (tmp_path / "new").iterdir())
 
 
 def test_prepare_replaces_links_and_refuses_linked_folders(l2r, tokenizer_file, victim, tmp_path):

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME
 
 from l2r.errors import InputError
-from l2r.hf.checkpoints.folders import checkpoint_folder
+from l2r.hf.checkpoints.folders import checkpoint_folder, kept_files
 from l2r.hf.checkpoints.pretrained import cannot_load, load_pretrained, meta_model, save_model
 from l2r.hf.models.layouts import check_layout, check_version, layout_of
 from l2r.hf.models.opening import NeedsPackageAndCode, without_notes
@@ -60,6 +60,7 @@ class CheckpointCopy:
     """
 
     def __init__(self, model: Any, folder: Path) -> None:
+        kept_files(folder)  # refuses links before anything is computed
         self.model, self._folder = model, folder
         self._paths = [site.path for site in router_sites(model)]
         self._old = self._router_tensors()

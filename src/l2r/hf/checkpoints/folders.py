@@ -146,18 +146,31 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
 def kept_files(path: str | Path, *, code: bool = False) -> list[Path]:
     """Files of a folder or run folder that a copy of its model keeps: tokenizer, processors.
 
-    ``code``: those in Python too.
+    ``code``: those in Python too. Raises ValueError for a link to a file elsewhere, which a copy
+    would hold and its user might publish; links within the folder and those of a snapshot in the
+    hub's cache are followed.
     """
     folder = checkpoint_folder(path)
     kept = (*_KEPT, "*.py") if code else _KEPT
-    files = sorted([*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja")])
-    return [
+    files = [
         file
-        for file in files
+        for file in sorted([*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja")])
         if file.is_file()
         and _is_one(file, kept)
         and not _is_one(file, (*_REPLACED, *_UNTRUE, ".*"))
     ]
+    whole = folder.resolve()
+    homes = [whole]
+    if whole.parent.name == "snapshots":
+        homes.append(whole.parent.with_name("blobs"))
+    for file in files:
+        target = file.resolve()
+        if not any(target.is_relative_to(home) for home in homes):
+            raise InputError(
+                f"{file} is a link to {target}, a file of another folder, which a copy would "
+                "hold; put the file itself in its place"
+            )
+    return files
 
 
 def _is_one(file: Path, patterns: Iterable[str]) -> bool:

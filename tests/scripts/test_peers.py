@@ -31,6 +31,11 @@ def test_what_was_not_run_is_said():
     assert "- Not run this time: Ours." in text.splitlines()
 
 
+def test_a_test_that_ours_fails_and_stock_skips_is_named():
+    suites = {"Stock": Outcome(skipped={"mapped"}), "Ours": Outcome(failed={"mapped"})}
+    assert "| Ours | 1 | 0 | 1 | 0 | 0 | 0 | mapped |" in markdown(suites, SIBLINGS, {}, "5")
+
+
 def test_a_test_that_ours_passes_and_stock_skips_is_no_fault():
     suites = {"Stock": Outcome(skipped={"mapped"}), "Ours": Outcome(passed={"mapped"})}
     assert "| Ours | 1 | 1 | 0 | 0 | 0 | 0 | none |" in markdown(suites, SIBLINGS, {}, "5")

@@ -24,8 +24,8 @@ def export(
     out: Annotated[Path, NEW_FOLDER],
     *,
     form: Annotated[
-        Literal["hf", "onnx", "torch-export", "aoti"],
-        typer.Option("--format", help="hf, onnx, torch-export or aoti (takes minutes)."),
+        Literal["hf", "onnx", "torch-export"],
+        typer.Option("--format", help="hf, onnx or torch-export."),
     ] = "hf",
     tolerance: Annotated[
         float | None,
@@ -44,7 +44,7 @@ def export(
     package (trust_remote_code=True), or one program.
 
     The folder gets weights, configuration, tokenizer, model card and code. A program is
-    any language model with our routers as ONNX, torch.export or AOTInductor, for a CPU and in fp32.
+    any language model with our routers as ONNX or torch.export, for a CPU and in fp32.
 
     Example: l2r export runs/demo/l2r-sips --out my-l2r-olmoe
     """

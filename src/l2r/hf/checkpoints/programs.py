@@ -1,8 +1,7 @@
 """A language model as one program that needs neither this package nor transformers.
 
-``torch-export`` and ``aoti`` write ``model.pt2`` (torch.export.load, torch._inductor's
-aoti_load_package), ``onnx`` writes ``model.onnx``. Experts run as transformers' batched_mm and
-routers as plain code, which are torch's own operations alone.
+``torch-export`` writes ``model.pt2`` (torch.export.load), ``onnx`` writes ``model.onnx``. Experts
+run as transformers' batched_mm and routers as plain code, which are torch's own operations alone.
 """
 
 import warnings
@@ -63,8 +62,6 @@ def export_program(
     if form == "onnx":  # missing packages are named before anything is traced
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
-    elif form == "aoti":
-        _check_compiler()
     samples = _samples(model)
     expected = [_Logits(model)(ids) for ids in samples]
     with new_folder(out) as folder, warnings.catch_warnings():
@@ -93,16 +90,6 @@ def export_program(
 def _largest(tensors: list[Tensor]) -> float:
     """Largest magnitude; NaN where there is one, which Python's max would lose."""
     return float(torch.cat([tensor.flatten() for tensor in tensors]).abs().max())
-
-
-def _check_compiler() -> None:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler as error:
-        raise InputError(f"aoti needs a C++ compiler; install g++ or set CXX ({error})") from error
 
 
 def _samples(model: Any) -> list[Tensor]:
@@ -177,15 +164,6 @@ def _stable_sort(
     return op.TopK(values, size, axis=dim, largest=int(descending), sorted=1)
 
 
-def _aoti(program: torch.export.ExportedProgram, folder: Path) -> Run:
-    from torch import _inductor
-
-    path = str(folder / "model.pt2")
-    _inductor.aoti_compile_and_package(program, package_path=path)
-    compiled: Run = _inductor.aoti_load_package(path)
-    return compiled
-
-
 def _loading(library: str, code: str) -> Loading:
     block = python_block(code)
     return Loading(
@@ -200,14 +178,8 @@ _LOADING = {
     "torch-export": _loading(
         "pytorch", 'import torch\n\nprogram = torch.export.load("FOLDER/model.pt2").module()'
     ),
-    "aoti": _loading(
-        "pytorch",
-        "from torch._inductor import aoti_load_package\n\n"
-        'program = aoti_load_package("FOLDER/model.pt2")',
-    ),
 }
 PROGRAM_FORMS: dict[str, Callable[[torch.export.ExportedProgram, Path], Run]] = {
     "onnx": _onnx,
     "torch-export": _torch_export,
-    "aoti": _aoti,
 }

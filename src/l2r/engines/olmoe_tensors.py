@@ -30,6 +30,10 @@ class Tensors:
             raise InputError(f"{self.owner} must hold {name} to be an OLMoE; it does not")
         return self.left.pop(name)
 
+    def drop(self, name: str) -> None:
+        """Leave out a tensor that is another one under a second name, if it is there."""
+        self.left.pop(name, None)
+
     def all_taken(self) -> None:
         """Refuse a tensor that nothing took."""
         if self.left:
@@ -42,16 +46,39 @@ def olmoe(router: RouterConfig, *, post_norm: bool = False, **settings: Any) -> 
 
     ``settings`` are fields of the Hugging Face configuration; weights are yet to be filled.
     """
-    from transformers import FlexOlmoConfig, FlexOlmoForCausalLM
+    from transformers import FlexOlmoForCausalLM
 
-    from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+    from l2r.hf.models import L2rOlmoeForCausalLM
     from l2r.hf.swap import replace_routers
 
-    ids: dict[str, Any] = {"pad_token_id": None, "eos_token_id": None, "bos_token_id": None}
     if not post_norm:
-        return L2rOlmoeForCausalLM(L2rOlmoeConfig(**ids | settings, router=router.to_dict()))
-    model = FlexOlmoForCausalLM(FlexOlmoConfig(**ids | settings))
+        return L2rOlmoeForCausalLM(olmoe_config(**settings, router=router.to_dict()))
+    model = FlexOlmoForCausalLM(olmoe_config(post_norm=True, **settings))
     return replace_routers(model, router, selection="router")
+
+
+def olmoe_config(*, post_norm: bool = False, **settings: Any) -> Any:
+    """Hugging Face configuration of ``olmoe``, without a router unless ``settings`` have one."""
+    from transformers import FlexOlmoConfig
+
+    from l2r.hf.models import L2rOlmoeConfig
+
+    ids: dict[str, Any] = {"pad_token_id": None, "eos_token_id": None, "bos_token_id": None}
+    kind: Any = FlexOlmoConfig if post_norm else L2rOlmoeConfig
+    return kind(**ids | settings)
+
+
+def check_sizes(config: Any, sizes: Mapping[str, Any]) -> None:
+    """Raise InputError where a Hugging Face configuration differs from an engine's ``sizes``."""
+    for name, value in sizes.items():
+        found = getattr(config, name, None)
+        if isinstance(value, Mapping):
+            found = {key: (found or {}).get(key) for key in value}
+        if found != value:
+            raise InputError(
+                f"both models must have the same {name}; got {found} in the Hugging Face model "
+                f"and {value} in the engine's"
+            )
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from l2r.errors import InputError
 from l2r.routers import RouterConfig
 from tests.engines.engines import (
     SIPS,
@@ -64,7 +65,7 @@ def assert_equal_states(found, expected):
 
 def test_a_stock_olmoe_loads_with_its_linear_router():
     _, model = small({"kind": "linear"})
-    ours = to_hugging_face(model)
+    ours = to_hugging_face(model, max_position_embeddings=64)
     _, other = small({"kind": "linear"})
     with torch.no_grad():
         for p in other.parameters():
@@ -76,10 +77,14 @@ def test_a_stock_olmoe_loads_with_its_linear_router():
 def test_experts_with_a_capacity_are_stored_the_other_way_round():
     """OLMo-core keeps them [N D, F] for its batched product."""
     _, model = small({"kind": "linear"}, dropless=False)
+    with pytest.raises(InputError, match=r"capacity_factor must be >= .* 2 .* got 1\.2"):
+        to_hugging_face(model)
+    for block in model.blocks.values():
+        block.experts.capacity_factor = EXPERTS / TOP_K
     mlp = model.blocks["0"].feed_forward_moe.experts.mlp
     assert isinstance(mlp, MoEMLP)
     x = torch.randn(EXPERTS, 5, WIDTH)
-    experts = to_hugging_face(model).model.layers[0].mlp.experts
+    experts = to_hugging_face(model, max_position_embeddings=64).model.layers[0].mlp.experts
     every = torch.arange(EXPERTS).repeat_interleave(5).unsqueeze(1)
     ours = experts(x.flatten(0, 1), every, torch.ones(5 * EXPERTS, 1))
     assert_close(mlp(x).flatten(0, 1), ours)
@@ -93,7 +98,7 @@ def test_sigmoid_with_a_selection_bias_keeps_it():
         ids = periodic(4, 16, VOCABULARY)
         model(ids).sum().backward()
         model.post_batch()
-    made = to_hugging_face(model)
+    made = to_hugging_face(model, max_position_embeddings=64)
     bias = model.blocks["1"].feed_forward_moe.router.score_bias
     assert bias.abs().max() > 0
     assert torch.equal(made.model.layers[1].mlp.gate.e_score_correction_bias, bias)
@@ -102,25 +107,32 @@ def test_sigmoid_with_a_selection_bias_keeps_it():
         assert_close(model.eval()(ids), made(ids).logits)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"bias_gamma": 0.01}, "no l2r_sips router selects by itself as the engine does"),
-        ({"gating_function": "sigmoid"}, "no l2r_sips router selects by itself as the engine does"),
-        ({"normalize_expert_weights": 2.0}, "normalize_expert_weights must be None or 1"),
-    ],
-)
-def test_a_selection_that_the_checkpoint_would_not_have_is_refused(fields, message):
-    _, model = small(SIPS, **fields)
-    with pytest.raises(ValueError, match=message):
-        to_hugging_face(model)
+def test_a_balancing_bias_is_exported_with_every_router():
+    _, model = small(SIPS, bias_gamma=0.1)
+    for block in model.blocks.values():
+        block.router.score_bias.copy_(torch.tensor([0.3, -0.3, 0.0, 0.1]))
+    made = to_hugging_face(model, max_position_embeddings=64)
+    assert made.config.router["selection_bias"]
+    ids = periodic(2, 16, VOCABULARY)
+    with torch.no_grad():
+        assert_close(model.eval()(ids), made(ids).logits)
+    _, other = small(SIPS, bias_gamma=0.1)
+    load_hugging_face(other, made)
+    assert_equal_states(other, model)
+    _, without = small(SIPS)
+    with pytest.raises(InputError, match="the engine's routers have none"):
+        load_hugging_face(without, made)
+    load_hugging_face(other, to_hugging_face(without, max_position_embeddings=64))
+    assert not other.blocks["0"].router.score_bias.any()
 
 
 def test_normalization_is_the_engines():
     _, model = small({"kind": "attention"}, normalize_expert_weights=1.0)
-    assert to_hugging_face(model).config.router["normalize_weights"]
+    made = to_hugging_face(model, max_position_embeddings=64)
+    assert made.config.router["normalize_weights"]
     _, model = small({"kind": "attention"})
-    assert not to_hugging_face(model).config.router["normalize_weights"]
+    made = to_hugging_face(model, max_position_embeddings=64)
+    assert not made.config.router["normalize_weights"]
 
 
 def test_the_configuration_survives_yaml_and_counts_its_parameters():
@@ -133,7 +145,7 @@ def test_the_configuration_survives_yaml_and_counts_its_parameters():
 def test_initial_routers_are_ours_and_differ_between_layers():
     _, model = small(SIPS)
     first, second = (model.blocks[str(i)].feed_forward_moe.router for i in range(LAYERS))
-    ours = to_hugging_face(model)
+    ours = to_hugging_face(model, max_position_embeddings=64)
     for layer in ours.model.layers:
         norms = layer.mlp.gate.anchors.norm(dim=-1)
         torch.testing.assert_close(norms, torch.ones_like(norms))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     )
     from l2r.hf.models.cache_argument import CACHE as CACHE
     from l2r.hf.models.card import auto_class as auto_class
+    from l2r.hf.models.experts_backend import computing_experts as computing_experts
     from l2r.hf.models.experts_backend import register_experts as register_experts
     from l2r.hf.models.initialize import attach_router as attach_router
     from l2r.hf.models.layouts import check_unpacked as check_unpacked

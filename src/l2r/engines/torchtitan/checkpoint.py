@@ -15,8 +15,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as sharded
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from l2r.engines.engine import require, selecting_as
 from l2r.engines.proof import ask, compare, on_first_rank
@@ -55,8 +54,8 @@ class _WithOurGates:
             plug = plug_of(config, seed=0)
             for flat, name in plug.names.items():
                 self.from_hf_map[_GATE + name] = f"layers.{{}}.moe.router.gate.{flat}"
-            if plug.router.selection.bias is not None:
-                self.from_hf_map[_GATE + plug.router.selection.bias] = _THEIR_BIAS
+        if any(layer.moe and layer.moe.load_balance_coeff for layer in model_config.layers):
+            self.from_hf_map[_GATE + _BIAS] = _THEIR_BIAS
         for line in self.without_export() if ours else []:
             warnings.warn(f"no Hugging Face folder can be written: {line}", stacklevel=2)
 
@@ -92,14 +91,7 @@ class L2RQwen3StateDictAdapter(_WithOurGates, Qwen3StateDictAdapter):
 
 
 class L2RDeepSeekV3StateDictAdapter(_WithOurGates, DeepSeekV3StateDictAdapter):
-    """DeepSeek-V3's state-dict adapter, extended by the parameters of our gates.
-
-    The family's own selection has the bias, so every router of ours does.
-    """
-
-    def __init__(self, model_config: Any, hf_assets_path: str | None) -> None:
-        super().__init__(model_config, hf_assets_path)
-        self.from_hf_map[_GATE + _BIAS] = _THEIR_BIAS
+    """DeepSeek-V3's state-dict adapter, extended by the parameters of our gates."""
 
 
 def selected(config: Any) -> tuple[Any, str]:
@@ -109,12 +101,6 @@ def selected(config: Any) -> tuple[Any, str]:
     """
     layer = next(layer for layer in config.layers if layer.moe is not None)
     router, wanted = plug_of(layer.moe.router.gate, seed=0).router, rule(config)
-    if wanted.bias is not None and router.selection.bias is None:
-        raise InputError(
-            "moe.load_balance_coeff must be None, or the router must have selection_bias: true to "
-            f"hold the balancing bias; got {layer.moe.load_balance_coeff} and "
-            f"{layer.moe.router.gate.router}"
-        )
     family = wanted.gate == "softmax" and wanted.scale == 1.0 and wanted.bias is None
     if family and router.selection.bias is None:
         return replace(router.config, normalize_weights=False), "family"
@@ -160,8 +146,7 @@ def to_hugging_face(model: Any, **changes: Any) -> Any:
             f"rotary cache; got {positions}"
         )
     selected(config)
-    options = sharded.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = sharded.get_model_state_dict(model, options=options)
+    state = {name: _whole(value) for name, value in model.state_dict().items()}
     device = next(model.parameters()).device
     half = mock.patch.object(torch.Tensor, "bfloat16", _as_it_is)
     training = model.training
@@ -198,14 +183,27 @@ def load_hugging_face(model: Any, source: Any) -> None:
         state = adapter.from_hf(dict(_split(source.state_dict())))
     own = model.state_dict()
     for name, value in state.items():
-        if name in own and own[name].numel() == value.numel():
-            state[name] = value.reshape(own[name].shape)
-    missing = {name for name in own if name not in state and not name.endswith("expert_bias_E")}
-    if missing or any(own[n].shape != v.shape for n, v in state.items() if n in own):
-        odd = missing or {n for n, v in state.items() if n in own and own[n].shape != v.shape}
-        raise InputError(f"both models must have the same sizes; {sorted(odd)[0]} differs")
-    options = sharded.StateDictOptions(full_state_dict=True, strict=False)
-    sharded.set_model_state_dict(model, state, options=options)
+        if name not in own or own[name].numel() != value.numel():
+            raise InputError(f"both models must have the same sizes; {name} differs")
+        state[name] = _as(value.reshape(own[name].shape), own[name])
+    missing = sorted(own.keys() - state.keys())
+    if missing:
+        raise InputError(f"the Hugging Face model must hold {missing[0]}; it does not")
+    model.load_state_dict(state)
+
+
+def _whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()
+
+
+def _as(value: Tensor, own: Tensor) -> Tensor:
+    """A value on the device of the model's own tensor, and cut over ranks as it is."""
+    value = value.to(own.device, own.dtype)
+    return (
+        distribute_tensor(value, own.device_mesh, own.placements)
+        if isinstance(own, DTensor)
+        else value
+    )
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -234,12 +232,14 @@ def _fused(made: nn.Module, config: Any, state: dict[str, Any]) -> dict[str, Ten
         layer = name.rpartition(".experts.")[0]
         if name.endswith("experts.gate_up_proj"):
             pairs = (
-                torch.cat([flat.pop(f"{layer}.experts.{n}.{w}.weight") for w in ("gate_proj", "up_proj")])
+                torch.cat(
+                    [flat.pop(f"{layer}.experts.{n}.{w}.weight") for w in ("gate_proj", "up_proj")]
+                )
                 for n in range(len(value))
             )
             found[name] = torch.stack(list(pairs))
         elif name.endswith("experts.down_proj"):
-            rows = [flat.pop(f"{layer}.experts.{n}.down_proj.weight") for n in range(len(value))]
+            rows = [flat[f"{layer}.experts.{n}.down_proj.weight"] for n in range(len(value))]
             found[name] = torch.stack(rows)
         elif name == "lm_head.weight" and name not in flat:  # tied
             found[name] = flat["model.embed_tokens.weight"]

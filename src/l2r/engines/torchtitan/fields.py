@@ -182,7 +182,9 @@ def settings(config: Any) -> dict[str, Any]:
     for name in ("num_experts", "score_func", "route_norm", "route_scale"):
         _one(f"moe.router.{name}", [getattr(router, name) for router in routers])
     _one("moe.router.gate.router", [router.gate.router for router in routers])
-    _one("moe.load_balance_coeff is None", [layer.moe.load_balance_coeff is None for layer in sparse])
+    _one(
+        "moe.load_balance_coeff is None", [layer.moe.load_balance_coeff is None for layer in sparse]
+    )
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
@@ -226,7 +228,6 @@ def _one(name: str, values: list[Any]) -> Any:
     for value in values:
         if value != values[0]:
             raise InputError(
-                f"{name} must be the same everywhere to be a Qwen3-MoE; "
-                f"got {values[0]} and {value}"
+                f"{name} must be the same everywhere to be a Qwen3-MoE; got {values[0]} and {value}"
             )
     return values[0]

@@ -5,16 +5,14 @@
 ``l2r.engines.torchtitan.qwen3`` and ``deepseek_v3`` do it for ``--module``.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import wraps
+from dataclasses import dataclass, replace
+from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from l2r.engines.engine import require
@@ -27,6 +25,7 @@ from l2r.errors import InputError
 
 require("torchtitan")
 
+from torchtitan.config.override import derive  # noqa: E402
 from torchtitan.models.deepseek_v3 import parallelize as deepseek_v3_parallelize  # noqa: E402
 from torchtitan.models.qwen3 import parallelize as qwen3_parallelize  # noqa: E402
 
@@ -59,11 +58,26 @@ def with_routers(spec: Any) -> Any:
         with _gates_first(module, applies):
             return parallelize(model, **options)
 
-    model = copy.copy(spec.model)
-    model = _numbering(type(model)._owner)(
-        **{name: getattr(model, name) for name in model.__dataclass_fields__}
-    )
+    model = derive(spec.model, _numbering(type(spec.model)._owner).Config)
     return replace(spec, model=model, state_dict_adapter=adapter, parallelize_fn=parallelized)
+
+
+def configurations(registry: ModuleType, name: str) -> Callable[[], Any]:
+    """The function of torchtitan's configuration registry with this name, with our parts.
+
+    Raises AttributeError where there is none.
+    """
+    plain = getattr(registry, name)
+    if name.startswith("_") or getattr(plain, "__module__", "") != registry.__name__:
+        raise AttributeError(f"torchtitan has no configuration {name}")
+
+    @wraps(plain)
+    def configured() -> Any:
+        config = plain()
+        config.model_spec = with_routers(config.model_spec)
+        return config
+
+    return configured
 
 
 def shard_gates(
@@ -103,22 +117,13 @@ def _gates_first(module: ModuleType, applies: str) -> Iterator[None]:
         setattr(module, applies, plain)
 
 
-_NUMBERING: dict[type, Any] = {}
+@cache
+def _numbering(owner: Any) -> Any:
+    """A torchtitan model whose gates know their layer before they draw."""
 
-
-def _numbering(owner: type) -> Any:
-    """Configuration class of a model whose gates know their layer before they draw."""
-    if owner not in _NUMBERING:
-        _NUMBERING[owner] = _made(owner)
-    return _NUMBERING[owner].Config
-
-
-def _made(owner: Any) -> Any:
-    from dataclasses import dataclass
-
-    class Model(owner):
+    class Model(owner):  # type: ignore[misc]
         @dataclass(kw_only=True, slots=True)
-        class Config(owner.Config):
+        class Config(owner.Config):  # type: ignore[misc, name-defined]
             pass
 
         def init_states(self, *, buffer_device: torch.device | None = None) -> None:

@@ -87,9 +87,13 @@ class Plug:
             flat: self.router.get_parameter(name).shape for flat, name in self.names.items()
         }
 
-    def draw(self, seed: int | None = None) -> dict[str, Tensor]:
-        """Initial parameters by name, whole and on the CPU; of the plug's own seed by default."""
-        with own_stream(self._seed if seed is None else seed), torch.device("cpu"):
+    def reseed(self, seed: int, layer: int) -> None:
+        """Draw from now on by an engine's seed and the layer, however the model was built."""
+        self._seed = (seed + 0x9E3779B97F4A7C15 * (layer + 1)) % 2**63
+
+    def draw(self) -> dict[str, Tensor]:
+        """Initial parameters by name, whole and on the CPU."""
+        with own_stream(self._seed), torch.device("cpu"):
             fresh = self._build()
         return {flat: fresh.get_parameter(name).detach() for flat, name in self.names.items()}
 

@@ -109,10 +109,10 @@ class L2RMoERouter(MoERouter):
 
         Ranks whose generators are alike draw the same router.
         """
-        seed = None
         if generator is not None:
-            seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        for name, value in self.plug.draw(seed).items():
+            drawn = torch.randint(2**62, (), generator=generator, device=generator.device)
+            self.plug.reseed(int(drawn), 0)
+        for name, value in self.plug.draw().items():
             mine = getattr(self, name)
             whole = value.to(mine.device, mine.dtype).flatten()
             get_local_tensor(mine).copy_(get_local_tensor(distribute_like(mine, whole)))
@@ -152,7 +152,7 @@ class _Weight(Tensor):
     ) -> Any:
         generator = (kwargs or {}).get("generator")
         if generator is None:
-            return super().__torch_function__(function, types, args, kwargs or {})
+            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         args[0].router.draw(generator)
         return args[0]
 

@@ -281,9 +281,9 @@ def _without_storage(config: TransformerConfig) -> nn.Module:
 def _unlike(model: Any, olmoe: nn.Module) -> Iterator[str]:
     """Lines on what of ``model`` is not as in ``olmoe``, settings before the parts they make."""
     theirs, ours = _parts(model), _parts(olmoe)
-    for path, part in theirs.items():
+    for path, module in theirs.items():
         if path in ours:
-            yield from _unlike_attributes(path, part, ours[path])
+            yield from _unlike_attributes(path, module, ours[path])
     for path in [*ours, *(path for path in theirs if path not in ours)]:
         part, wanted = theirs.get(path), ours.get(path)
         if part is not None and wanted is not None and _same_kind(part, wanted):

@@ -14,7 +14,7 @@ from tests.engines.engines import (
 )
 from tests.training.evaluation.conftest import small_tokenizer
 
-from .models import EXPERTS, LAYERS, TOP_K, VOCABULARY, WIDTH, small
+from .models import EXPERTS, LAYERS, TOP_K, VOCABULARY, WIDTH, configuration, small
 
 from olmo_core.nn.moe.mlp import MoEMLP  # isort: skip
 from olmo_core.nn.transformer import TransformerConfig  # isort: skip
@@ -153,6 +153,28 @@ def test_initial_routers_are_ours_and_differ_between_layers():
     before = first.projection_weight.clone()
     model.init_weights(device=torch.device("cpu"))
     assert torch.equal(first.projection_weight, before)
+
+
+@pytest.mark.parametrize("router", [SIPS, {"kind": "linear"}, {"kind": "mixture", "rank": 2}])
+def test_the_seed_of_the_engine_gives_the_routers(router):
+    """As it gives all other weights: on cpu and meta, whatever the common stream is at."""
+
+    def routers(seed, init_device="cpu", common=0):
+        config = configuration(router)
+        config.init_seed = seed
+        torch.manual_seed(common)
+        model = config.build(init_device=init_device)
+        model.init_weights(device=torch.device("cpu"))
+        return [dict(block.router.named_parameters()) for block in model.blocks.values()]
+
+    first = routers(3)
+    for again in (routers(3), routers(3, "meta"), routers(3, common=8)):
+        for layer, other in zip(first, again, strict=True):
+            assert all(torch.equal(value, other[name]) for name, value in layer.items())
+    for name, value in first[0].items():
+        if value.std() > 0:
+            assert not torch.equal(value, first[1][name])
+            assert not torch.equal(value, routers(4)[0][name])
 
 
 def test_a_router_that_must_be_constrained_is_refused():

@@ -78,8 +78,9 @@ def to_hugging_face(model: Any, **settings: Any) -> Any:
     with evaluating(model):
         logits = partial(_logits, model)
         answer = ask(logits, model.vocab_size, positions=positions, record=record(model))
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # those that a forward pass leaves whole
+            module.reshard()
 
     def made() -> Any:
         config = router_config(blocks_of(model)[0].feed_forward_moe.router)

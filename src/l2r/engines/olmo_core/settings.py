@@ -302,7 +302,8 @@ def _unlike_attributes(path: str, part: Any, wanted: Any) -> Iterator[str]:
         if name.startswith("_") or name in usual or name in FREE or name in _MAPPED:
             continue
         value, right = mine.get(name), others.get(name)
-        if _is_setting(value) and _is_setting(right) and value != right:
+        method = callable(getattr(type(part), name, None))  # one that somebody put around it
+        if not method and _is_setting(value) and _is_setting(right) and value != right:
             yield _line(prefix + name, right, value)
     if isinstance(part, ParallelMLP):
         least = part.mlp.num_experts / part.top_k

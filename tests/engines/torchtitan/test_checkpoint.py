@@ -93,7 +93,7 @@ def test_the_adapter_says_before_the_training_what_has_no_export():
     config = qwen3_configuration(SIPS)
     L2RQwen3StateDictAdapter(config, None)  # silent
     config.layers[1].moe.router.num_expert_groups = 2
-    with pytest.warns(UserWarning, match=r"no Hugging Face .*num_expert_groups must be None"):
+    with pytest.warns(UserWarning, match=r"no Hugging .*num_expert_groups must be None"):
         adapter = L2RQwen3StateDictAdapter(config, None)
     with pytest.raises(InputError, match="num_expert_groups must be None"):
         adapter.to_hf({})
@@ -173,7 +173,7 @@ def test_the_seed_gives_the_routers_the_same_on_cpu_and_meta(name):
 
 
 def test_last_save_in_hf_and_the_configuration_beside_it_are_a_folder(tmp_path):
-    """What the trainer's checkpointer writes through the adapter, with hugging_face_model's file."""
+    """What the trainer writes through the adapter, with the file of hugging_face_model."""
     from safetensors.torch import save_file
 
     config = qwen3_configuration(SIPS)

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tests.engines.engines import SIPS, assert_close
 from tests.processes import on_two_ranks
@@ -189,6 +189,9 @@ def bf16(rank, start, ours):
         ac_config=None,
         dump_folder="",
     )
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)  # gloo scales no sum
     gates = [layer.moe.router.gate for layer in model.layers.values()]
     seen = []
     for gate in gates:
@@ -206,18 +209,19 @@ def bf16(rank, start, ours):
 @pytest.fixture(scope="module")
 def in_bf16(tmp_path_factory):
     start = scaled(qwen3_configuration(ROUTER, dim=64, experts=32, top_k=4)).state_dict()
-    folder = tmp_path_factory.mktemp("bf16")
-    ran = {ours: on_two_ranks(bf16, folder / str(ours), start, ours) for ours in (False, True)}
-    return start, ran
+    folders = {ours: tmp_path_factory.mktemp(f"bf16-{ours}") for ours in (False, True)}
+    return {
+        ours: on_two_ranks(bf16, folder, start, ours, within=120)
+        for ours, folder in folders.items()
+    }
 
 
 @pytest.mark.engine("torchtitan", "FSDP")
-def test_gates_stay_in_float32_under_torchtitans_bf16_policy(in_bf16, record_property):
+def test_gates_stay_in_float32_under_torchtitans_bf16_policy(in_bf16):
     """Without the plug's parallelize_fn the policy rounds them, and tokens take other experts."""
-    start, ran = in_bf16
     whole = scaled(qwen3_configuration(ROUTER, dim=64, experts=32, top_k=4))
     share = {}
-    for ours, ranks in ran.items():
+    for ours, ranks in in_bf16.items():
         flips = []
         for seen, grads in ranks:
             for number, (dtypes, x, found) in enumerate(seen):
@@ -228,5 +232,5 @@ def test_gates_stay_in_float32_under_torchtitans_bf16_policy(in_bf16, record_pro
                 flips.append((first != second).any(-1).float().mean())
             assert all(d == torch.float32 for each in grads for d in each.values())
         share[ours] = float(torch.stack(flips).mean())
-        record_property(f"flips {ours}", share[ours])
+        print(f"float32 gates {ours}: {share[ours]:.2%} of tokens take other experts")
     assert share[True] == 0 and share[False] > 0.005, share

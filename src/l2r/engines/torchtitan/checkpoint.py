@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from l2r.engines.engine import require, selecting_as
+from l2r.engines.engine import own_stream, require, selecting_as
 from l2r.engines.proof import ask, compare, on_first_rank
 from l2r.engines.torchtitan import L2RGate, plug_of
 from l2r.engines.torchtitan.fields import rule, settings, without_export
@@ -106,7 +106,14 @@ def selected(config: Any) -> tuple[Any, str]:
         return replace(router.config, normalize_weights=False), "family"
     if wanted.bias is None and router.selection.bias is not None:
         wanted = replace(wanted, bias="expert_bias_E")  # of zeros
-    return selecting_as(router, wanted), "router"
+    try:
+        return selecting_as(router, wanted), "router"
+    except InputError:
+        raise InputError(
+            f"layers.*.moe.router.score_func must be softmax, and route_scale 1, for a "
+            f"{router.config.kind} router, which selects by itself in the folder; got "
+            f"{wanted.gate} and {wanted.scale}"
+        ) from None
 
 
 def hugging_face_model(config: Any, **changes: Any) -> Any:
@@ -124,8 +131,9 @@ def hugging_face_model(config: Any, **changes: Any) -> Any:
         raise InputError(line)
     router, selection = selected(config)
     ids: dict[str, Any] = {"pad_token_id": None, "eos_token_id": None, "bos_token_id": None}
-    made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**ids | settings(config) | changes))
-    return replace_routers(made, router, selection=selection)
+    with own_stream(0):  # the start is overwritten, and the engine's stream stays where it is
+        made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**ids | settings(config) | changes))
+        return replace_routers(made, router, selection=selection)
 
 
 def to_hugging_face(model: Any, **changes: Any) -> Any:

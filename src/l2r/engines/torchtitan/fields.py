@@ -130,8 +130,12 @@ def _refused(config: Any, path: str, kinds: tuple[type, ...]) -> Iterator[str]:
             yield from _refused(value, there, _PARTS[field.name])
         elif field.name not in _PARTS:
             usual = _default(field)
-            if value != usual:
-                yield f"{there} must be {usual}; got {value}"
+            if usual is dataclasses.MISSING:
+                yield f"{there} is unknown, and its value is part of the model; got {value}"
+            elif value != usual:
+                owner = getattr(value, "_owner", None)
+                got = owner.__qualname__ if owner else value
+                yield f"{there} must be {usual}; got {got}"
 
 
 def _default(field: Any) -> Any:
@@ -174,14 +178,21 @@ def settings(config: Any) -> dict[str, Any]:
     widths = [layers[n].feed_forward.w1.out_features for n in dense]
     experts = [layer.moe.routed_experts.inner_experts for layer in sparse]
     routers = [layer.moe.router for layer in sparse]
-    hidden = _one("moe.routed_experts.inner_experts.hidden_dim", [e.hidden_dim for e in experts])
-    top_k = _one("moe.router.top_k", [router.top_k for router in routers])
+    hidden = _one(
+        "layers.*.moe.routed_experts.inner_experts.hidden_dim", [e.hidden_dim for e in experts]
+    )
+    top_k = _one("layers.*.moe.router.top_k", [router.top_k for router in routers])
     sent = [layer.moe.routed_experts.token_dispatcher for layer in sparse]
-    if any(part.top_k != top_k for part in sent):
-        raise InputError(f"token_dispatcher.top_k must be the router's {top_k}")
+    for name, wanted in (("top_k", top_k), ("num_experts", routers[0].num_experts)):
+        for part in sent:
+            if getattr(part, name) != wanted:
+                raise InputError(
+                    f"layers.*.moe.routed_experts.token_dispatcher.{name} must be the router's "
+                    f"{wanted}; got {getattr(part, name)}"
+                )
     for name in ("num_experts", "score_func", "route_norm", "route_scale"):
-        _one(f"moe.router.{name}", [getattr(router, name) for router in routers])
-    _one("moe.router.gate.router", [router.gate.router for router in routers])
+        _one(f"layers.*.moe.router.{name}", [getattr(router, name) for router in routers])
+    _one("layers.*.moe.router.gate.router", [router.gate.router for router in routers])
     _one(
         "moe.load_balance_coeff is None", [layer.moe.load_balance_coeff is None for layer in sparse]
     )

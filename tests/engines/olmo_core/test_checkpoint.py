@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from l2r.errors import InputError
 from l2r.routers import RouterConfig
@@ -17,6 +18,7 @@ from tests.training.evaluation.conftest import small_tokenizer
 from .models import EXPERTS, LAYERS, TOP_K, VOCABULARY, WIDTH, configuration, small
 
 from olmo_core.nn.moe.mlp import MoEMLP  # isort: skip
+from olmo_core.nn.moe.router import MoERouterConfig  # isort: skip
 from olmo_core.nn.transformer import TransformerConfig  # isort: skip
 
 from l2r.engines.olmo_core import L2RRouterConfig  # isort: skip
@@ -63,15 +65,66 @@ def assert_equal_states(found, expected):
         assert torch.equal(value, expected[name]), name
 
 
-def test_a_stock_olmoe_loads_with_its_linear_router():
-    _, model = small({"kind": "linear"})
-    ours = to_hugging_face(model, max_position_embeddings=64)
-    _, other = small({"kind": "linear"})
+def stock(folder, **fields):
+    """A stock OLMoE of Hugging Face, saved and opened again."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": 16,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    }
+    ids = dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id"))
+    torch.manual_seed(1)
+    model = OlmoeForCausalLM(OlmoeConfig(**sizes | ids | fields))
     with torch.no_grad():
-        for p in other.parameters():
-            p.zero_()
-    load_hugging_face(other, ours)
-    assert_equal_states(other, model)
+        for name, p in model.named_parameters():
+            if "norm" not in name:
+                p.mul_(5)
+    model.save_pretrained(folder)
+    return OlmoeForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["our linear", "the engine's linear"])
+def test_a_stock_olmoe_goes_into_the_engine_and_back(ours, tmp_path):
+    source = stock(tmp_path)
+    config = configuration({"kind": "linear"})
+    if not ours:
+        config.block.feed_forward_moe.router = MoERouterConfig(top_k=TOP_K)
+    model = config.build()
+    model.init_weights(device=torch.device("cpu"))
+    load_hugging_face(model, source)
+    ids = periodic(2, 16, VOCABULARY)
+    with torch.no_grad():
+        assert_close(model.eval()(ids), source(ids).logits)
+    back = to_hugging_face(model, max_position_embeddings=64).state_dict()
+    assert back.keys() == source.state_dict().keys()
+    for name, value in source.state_dict().items():
+        assert torch.equal(value, back[name]), name
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+        {"rms_norm_eps": 1e-6},
+        {"clip_qkv": 8.0},
+        {"norm_topk_prob": True},
+        {"hidden_act": "gelu"},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_stock_olmoe_of_other_settings_is_refused_before_anything_is_copied(fields, tmp_path):
+    _, model = small({"kind": "linear"})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(InputError, match=f"must have the same {next(iter(fields))}; got "):
+        load_hugging_face(model, stock(tmp_path, **fields))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_experts_with_a_capacity_are_stored_the_other_way_round():

@@ -41,6 +41,8 @@ from l2r.routers.observe import evaluating
 
 from olmo_core.nn.moe.mlp import DroplessMoEMLP  # isort: skip  # after our check of its version
 
+# Settings of a Hugging Face model that OLMo-core has not, or has elsewhere.
+PLAIN = {"clip_qkv": None, "attention_bias": False, "hidden_act": "silu"}
 _MODEL = {
     "model.embed_tokens.weight": "embeddings.weight",
     "model.norm.weight": "lm_head.norm.weight",
@@ -106,9 +108,12 @@ def load_hugging_face(model: Any, source: Any) -> None:
     """
     options = sharded.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = sharded.get_model_state_dict(model, options=options)
-    sizes = hugging_face_sizes(model)
+    sizes = hugging_face_sizes(model) | PLAIN
+    router = blocks_of(model)[0].feed_forward_moe.router
 
     def copy() -> None:
+        if source.config.model_type == "olmoe":  # routers of ours say it themselves
+            sizes["norm_topk_prob"] = router.normalize_expert_weights is not None
         check_sizes(source.config, sizes)
         copy_all(source, state, partial(_pairs, model), to_engine=True)
 

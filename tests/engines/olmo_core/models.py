@@ -21,7 +21,7 @@ def gather(x, indices, bin_ids, bins, top_k):
 def scatter(x, indices, bin_ids, weights, bins, top_k):
     back = torch.empty_like(x).index_copy(0, indices.long(), x)
     if weights is not None:
-        back = back * weights.unsqueeze(-1)
+        back = (back * weights.unsqueeze(-1)).to(x.dtype)
     return back.view(-1, top_k, x.shape[-1]).sum(1)
 
 
@@ -45,7 +45,7 @@ def binned_scatter(x, indices, weights, bins, top_k):
     for expert, rows in enumerate(places(indices, bins, x.shape[1])):
         back[indices[list(rows)].long()] = x[expert, : len(rows)]
     if weights is not None:
-        back = back * weights.unsqueeze(-1)
+        back = (back * weights.unsqueeze(-1)).to(x.dtype)
     return back.view(-1, top_k, x.shape[-1]).sum(1)
 
 

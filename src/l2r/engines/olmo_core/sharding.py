@@ -10,14 +10,16 @@ rounded router chooses other experts. OLMo-core has no option that spares a modu
 from functools import wraps
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from l2r.engines.engine import require
 from l2r.errors import InputError
-from l2r.hf.swap.sharding import FLOAT32
 
 require("ai2-olmo-core")
+
+_FLOAT32 = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def shard_routers(model: Any) -> None:
@@ -34,7 +36,7 @@ def shard_routers(model: Any) -> None:
     def apply_fsdp(dp_mesh: DeviceMesh | None = None, *rest: Any, **named: Any) -> None:
         for block in model.blocks.values():
             if block.is_moe:
-                fully_shard(block.router, mesh=dp_mesh, mp_policy=FLOAT32)
+                fully_shard(block.router, mesh=dp_mesh, mp_policy=_FLOAT32)
         plain(dp_mesh, *rest, **named)
 
     model.apply_fsdp = apply_fsdp

@@ -103,15 +103,14 @@ def compare(answer: Answer, made: Any) -> None:
 
 
 def _check_logits(answer: Answer, narrow: Tensor, wide: Tensor) -> None:
-    largest = float(wide.abs().max())
-    rounding = max(float((narrow - wide).abs().max()), torch.finfo(answer.dtype).eps * largest)
-    found = answer.logits
-    if found.shape != wide.shape:
+    if answer.logits.shape != wide.shape:
         raise InputError(
-            f"the Hugging Face model must give logits {list(found.shape)} as the engine does; it "
-            f"gives {list(wide.shape)}"
+            f"the Hugging Face model must give logits {list(answer.logits.shape)} as the engine "
+            f"does; it gives {list(wide.shape)}"
         )
-    by_position = (found.double() - wide).abs().amax(dim=-1).flatten()
+    largest = float(wide.abs().max())
+    rounding = max(float(_apart(narrow, wide).max()), torch.finfo(answer.dtype).eps * largest)
+    by_position = _apart(answer.logits, wide)
     worst = int(by_position.argmax())  # of a NaN, where there is one
     difference = float(by_position[worst])
     if not difference <= MULTIPLE * rounding:
@@ -120,6 +119,12 @@ def _check_logits(answer: Answer, narrow: Tensor, wide: Tensor) -> None:
             f"{len(by_position)} a logit differs by {difference / largest:.2%} of the largest, and "
             f"rounding is {rounding / largest:.1e} of it; nothing was written"
         )
+
+
+def _apart(first: Tensor, second: Tensor) -> Float[Tensor, " S"]:
+    """Largest difference of logits [1, S, V] at each position; a part of them at a time."""
+    parts = zip(torch.split(first[0], 256), torch.split(second[0], 256), strict=True)
+    return torch.cat([(a.double() - b.double()).abs().amax(dim=-1) for a, b in parts])
 
 
 def on_first_rank(work: Callable[[], T]) -> T | None:
@@ -152,7 +157,7 @@ def _own_routes(made: Any, ids: Tensor) -> Routes:
 
 
 def _run(made: Any, ids: Tensor, routes: Routes) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits [1, S, V] and those of every router [T, N], by its path, in float64 on the CPU."""
+    """Logits [1, S, V] and those of every router [T, N] in float64, by its path, on the CPU."""
     seen: dict[str, Tensor] = {}
 
     def noting(path: str) -> Callable[..., None]:
@@ -164,7 +169,7 @@ def _run(made: Any, ids: Tensor, routes: Routes) -> tuple[Tensor, dict[str, Tens
     hooks = {site.router: noting(site.path) for site in _sites(made)}
     with replay(made, routes), hooked(hooks):
         logits = made(input_ids=ids.to(made.device), use_cache=False).logits
-    return logits.double().cpu(), seen
+    return logits.cpu(), seen
 
 
 def _sites(made: nn.Module) -> list[Site]:

@@ -212,7 +212,7 @@ def fail_on_the_first(rank, error):
     return type(raised.value).__name__, str(raised.value), on_first_rank(lambda: rank)
 
 
-@pytest.mark.slow  # two processes
+@pytest.mark.slow("two processes")
 @pytest.mark.parametrize("error", [InputError, RuntimeError])
 def test_what_the_first_rank_raises_is_raised_on_all(error, tmp_path):
     said = "the first rank cannot"

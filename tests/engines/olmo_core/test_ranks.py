@@ -16,7 +16,7 @@ from olmo_core.nn.moe import MoELoadBalancingLossGranularity  # isort: skip
 from torch.distributed.device_mesh import init_device_mesh  # isort: skip
 
 from l2r.engines.olmo_core.checkpoint import to_hugging_face  # isort: skip
-from l2r.engines.olmo_core.sharding import shard_routers  # isort: skip
+from l2r.engines.olmo_core.float32_routers import shard_routers  # isort: skip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Grouped GEMM not available"),

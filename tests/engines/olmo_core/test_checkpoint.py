@@ -19,10 +19,14 @@ from .models import EXPERTS, LAYERS, TOP_K, VOCABULARY, WIDTH, configuration, sm
 
 from olmo_core.nn.moe.mlp import MoEMLP  # isort: skip
 from olmo_core.nn.moe.router import MoERouterConfig  # isort: skip
-from olmo_core.nn.transformer import TransformerConfig  # isort: skip
+from olmo_core.nn.transformer import (  # isort: skip
+    TransformerActivationCheckpointingMode,
+    TransformerConfig,
+)
 
 from l2r.engines.olmo_core import L2RRouterConfig  # isort: skip
 from l2r.engines.olmo_core.checkpoint import load_hugging_face, to_hugging_face  # isort: skip
+from l2r.engines.olmo_core.settings import blocks_of  # isort: skip
 
 __all__ = ["small_tokenizer"]
 pytestmark = pytest.mark.filterwarnings("ignore:Grouped GEMM not available")
@@ -63,6 +67,21 @@ def assert_equal_states(found, expected):
     expected = expected.state_dict()
     for name, value in found.state_dict().items():
         assert torch.equal(value, expected[name]), name
+
+
+def test_wrapped_modules_are_exported_as_others():
+    """Activation checkpointing puts a module around each; OLMo-core wraps no whole MoE block."""
+    _, model = small(SIPS)
+    plain = to_hugging_face(model, max_position_embeddings=64)
+    model.apply_activation_checkpointing(
+        TransformerActivationCheckpointingMode.selected_modules, modules=["blocks.*.attention"]
+    )
+    assert "_checkpoint_wrapped_module" in "".join(name for name, _ in model.named_modules())
+    wrapped = to_hugging_face(model, max_position_embeddings=64).state_dict()
+    assert all(torch.equal(value, wrapped[name]) for name, value in plain.state_dict().items())
+    blocks_of(model)[1].attention._checkpoint_wrapped_module.clip_qkv = 1.0
+    with pytest.raises(InputError, match=r"^block\.attention\.clip_qkv must be None"):
+        to_hugging_face(model, max_position_embeddings=64)
 
 
 def stock(folder, **fields):

@@ -142,6 +142,22 @@ def test_a_configuration_that_torchtitan_has_not_is_named():
         with_routers(model_registry("debugmodel"))
 
 
+def test_compiled_blocks_are_left_to_fsdp_with_a_warning():
+    from torchtitan.config import CompileConfig
+    from torchtitan.models.qwen3 import model_registry, parallelize
+
+    plain, found = parallelize.apply_fsdp_to_decoder, []
+    spec = dataclasses.replace(
+        model_registry("debugmodel_moe"),
+        parallelize_fn=lambda model, **_: found.append(parallelize.apply_fsdp_to_decoder is plain),
+    )
+    ours = with_routers(spec)
+    ours.parallelize_fn(None, compile_config=CompileConfig())
+    with pytest.warns(UserWarning, match=r"compile.enable: .*FSDP rounds router weights"):
+        ours.parallelize_fn(None, compile_config=CompileConfig(enable=True))
+    assert found == [False, True] and parallelize.apply_fsdp_to_decoder is plain
+
+
 def test_the_seed_gives_the_routers_the_same_on_cpu_and_meta():
     def gates(device, seed=0):
         spec = of_command_line("l2r.engines.torchtitan.qwen3", "qwen3_moe_debug").model_spec

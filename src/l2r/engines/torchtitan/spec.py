@@ -5,6 +5,7 @@
 ``l2r.engines.torchtitan.qwen3`` does it for ``--module``.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,9 +30,9 @@ from torchtitan.models.qwen3 import parallelize  # noqa: E402
 def with_routers(spec: Any) -> Any:
     """A ModelSpec of torchtitan whose checkpoints hold our gates and whose gates stay in float32.
 
-    Gates draw by the engine's seed and their layer, whatever the device. The gates themselves are
-    replaced by ``--override.imports`` or ``apply_overrides``. Raises InputError for a model that
-    has no adapter of ours.
+    Not under ``compile.enable``, which warns. Gates draw by the engine's seed and their layer,
+    whatever the device. The gates themselves are replaced by ``--override.imports`` or
+    ``apply_overrides``. Raises InputError for a model that has no adapter of ours.
     """
     if spec.name != "qwen3":
         raise InputError(f"the model must be qwen3, which has an adapter; got {spec.name}")
@@ -39,6 +40,14 @@ def with_routers(spec: Any) -> Any:
 
     @wraps(plain)
     def parallelized(model: Any, **options: Any) -> Any:
+        compiled = options["compile_config"]
+        if compiled.enable and "model" in compiled.components:
+            warnings.warn(
+                "compile.enable: torchtitan compiles blocks whole, so FSDP rounds router weights to "
+                "mixed_precision_param; leave compile off, or set that to float32",
+                stacklevel=2,
+            )
+            return plain(model, **options)
         with _gates_first():
             return plain(model, **options)
 

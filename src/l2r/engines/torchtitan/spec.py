@@ -43,7 +43,7 @@ def with_routers(spec: Any) -> Any:
         compiled = options["compile_config"]
         if compiled.enable and "model" in compiled.components:
             warnings.warn(
-                "compile.enable: torchtitan compiles blocks whole, so FSDP rounds router weights to "
+                "compile.enable: blocks are compiled whole, so FSDP rounds router weights to "
                 "mixed_precision_param; leave compile off, or set that to float32",
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""Checkpoints of torchtitan's Qwen3-MoE and DeepSeek-V3 with our gates, and its command line."""
+"""Checkpoints of torchtitan's Qwen3-MoE with our gates, and its command line."""
 
 import dataclasses
 import json
@@ -24,7 +24,6 @@ with warnings.catch_warnings():
 
     from l2r.engines.torchtitan import L2RGate
     from l2r.engines.torchtitan.checkpoint import (
-        L2RDeepSeekV3StateDictAdapter,
         L2RQwen3StateDictAdapter,
         hugging_face_model,
         load_hugging_face,
@@ -97,6 +96,10 @@ def test_the_adapter_says_before_the_training_what_has_no_export():
         adapter = L2RQwen3StateDictAdapter(config, None)
     with pytest.raises(InputError, match="num_expert_groups must be None"):
         adapter.to_hf({})
+    spec = of_command_line("l2r.engines.torchtitan.qwen3", "qwen3_moe_debug").model_spec
+    spec.model.layers = config.layers
+    with pytest.warns(UserWarning, match=r"num_expert_groups must be None"), torch.device("meta"):
+        spec.model.build()
     right = L2RQwen3StateDictAdapter(qwen3_configuration(SIPS), None)
     with pytest.raises(InputError, match=r"layers.0.new.weight has no place"):
         right.to_hf({"layers.0.new.weight": torch.zeros(1)})
@@ -111,20 +114,12 @@ def of_command_line(module, config, *more):
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "adapter"),
-    [
-        ("qwen3", "qwen3_moe_debug", L2RQwen3StateDictAdapter),
-        ("qwen3", "qwen3_30b_a3b", L2RQwen3StateDictAdapter),
-        ("deepseek_v3", "deepseek_v3_debugmodel", L2RDeepSeekV3StateDictAdapter),
-        ("deepseek_v3", "deepseek_v3_16b", L2RDeepSeekV3StateDictAdapter),
-    ],
-)
-def test_the_command_line_has_our_adapter_and_keeps_the_other_settings(name, config, adapter):
-    ours = of_command_line(f"l2r.engines.torchtitan.{name}", config, "--training.steps", "7")
-    theirs = of_command_line(name, config)
+@pytest.mark.parametrize("config", ["qwen3_moe_debug", "qwen3_30b_a3b"])
+def test_the_command_line_has_our_adapter_and_keeps_the_other_settings(config):
+    ours = of_command_line("l2r.engines.torchtitan.qwen3", config, "--training.steps", "7")
+    theirs = of_command_line("qwen3", config)
     spec = ours.model_spec
-    assert spec.state_dict_adapter is adapter and ours.training.steps == 7
+    assert spec.state_dict_adapter is L2RQwen3StateDictAdapter and ours.training.steps == 7
     for field in dataclasses.fields(theirs.model_spec.model):
         if field.name not in ("layers", "lm_head", "tok_embeddings", "norm"):
             value = getattr(theirs.model_spec.model, field.name)
@@ -141,22 +136,35 @@ def test_a_configuration_that_torchtitan_has_not_is_named():
         qwen3.__getattr__("Trainer")
     with pytest.raises(ValueError, match="Config function 'qwen9' not found"):
         of_command_line("l2r.engines.torchtitan.qwen3", "qwen9")
-    with pytest.raises(InputError, match="the model must be qwen3 or deepseek_v3"):
+    with pytest.raises(InputError, match="the model must be qwen3, which has an adapter; got"):
         from torchtitan.models.gpt_oss import model_registry
 
         with_routers(model_registry("debugmodel"))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
-def test_the_seed_gives_the_routers_the_same_on_cpu_and_meta(name):
+def test_compiled_blocks_are_left_to_fsdp_with_a_warning():
+    from torchtitan.config import CompileConfig
+    from torchtitan.models.qwen3 import model_registry, parallelize
+
+    plain, found = parallelize.apply_fsdp_to_decoder, []
+    spec = dataclasses.replace(
+        model_registry("debugmodel_moe"),
+        parallelize_fn=lambda model, **_: found.append(parallelize.apply_fsdp_to_decoder is plain),
+    )
+    ours = with_routers(spec)
+    ours.parallelize_fn(None, compile_config=CompileConfig())
+    with pytest.warns(UserWarning, match=r"compile.enable: .*FSDP rounds router weights"):
+        ours.parallelize_fn(None, compile_config=CompileConfig(enable=True))
+    assert found == [False, True] and parallelize.apply_fsdp_to_decoder is plain
+
+
+def test_the_seed_gives_the_routers_the_same_on_cpu_and_meta():
     def gates(device, seed=0):
-        config = "qwen3_moe_debug" if name == "qwen3" else "deepseek_v3_debugmodel"
-        spec = of_command_line(f"l2r.engines.torchtitan.{name}", config).model_spec
+        spec = of_command_line("l2r.engines.torchtitan.qwen3", "qwen3_moe_debug").model_spec
         spec.model.layers = spec.model.layers[:3]
         apply_overrides(OverrideConfig(imports=[(TARGET, SIPS)]), spec.model)
         for layer in spec.model.layers:  # small, and with draws of the common stream before gates
-            if layer.moe is not None:
-                layer.moe.routed_experts.inner_experts.hidden_dim = 8
+            layer.moe.routed_experts.inner_experts.hidden_dim = 8
         torch.manual_seed(seed)
         with torch.device(device):
             model = spec.model.build()
@@ -185,19 +193,3 @@ def test_last_save_in_hf_and_the_configuration_beside_it_are_a_folder(tmp_path):
     with torch.no_grad():
         assert_close(folder(IDS).logits, logits(model), "logits", room=1e-5)
     assert len(load_file(tmp_path / "model.safetensors")) == len(tensors)
-
-
-def test_deepseek_v3_keeps_every_tensor_and_its_bias():
-    spec = of_command_line(
-        "l2r.engines.torchtitan.deepseek_v3", "deepseek_v3_debugmodel"
-    ).model_spec
-    apply_overrides(OverrideConfig(imports=[(TARGET, SIPS)]), spec.model)
-    with torch.device("meta"):
-        model = spec.model.build()
-    adapter = spec.state_dict_adapter(spec.model, None)
-    state = model.state_dict()
-    there = adapter.to_hf(dict(state))
-    assert sum("mlp.gate.anchors" in name for name in there) > 1
-    assert sum("mlp.gate.e_score_correction_bias" in name for name in there) > 1
-    again = adapter.from_hf(dict(there))
-    assert again.keys() == state.keys()

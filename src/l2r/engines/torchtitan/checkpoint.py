@@ -26,72 +26,52 @@ from l2r.errors import InputError
 
 require("torchtitan")
 
-from torchtitan.models.deepseek_v3.state_dict_adapter import (  # noqa: E402
-    DeepSeekV3StateDictAdapter,
-)
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter  # noqa: E402
 
 _GATE, _BIAS = "model.layers.{}.mlp.gate.", "e_score_correction_bias"
 _THEIR_BIAS = "layers.{}.moe.expert_bias_E"
 
 
-class _WithOurGates:
-    """The parameters of our gates in the names of a state-dict adapter of torchtitan.
+class L2RQwen3StateDictAdapter(Qwen3StateDictAdapter):
+    """Qwen3's state-dict adapter, extended by the tensors of our gates.
 
-    Says before the training, in a line each, which settings have no export; ``to_hf`` then raises
-    InputError, and never drops a tensor.
+    torchtitan builds it before the training: it warns, a line each, of settings that have no
+    export. ``to_hf`` then raises InputError, and never drops a tensor.
     """
 
-    from_hf_map: dict[str, str | None]
-
     def __init__(self, model_config: Any, hf_assets_path: str | None) -> None:
-        super().__init__(model_config, hf_assets_path)  # type: ignore[call-arg]
-        self._config = model_config
+        super().__init__(model_config, hf_assets_path)
         gates = [layer.moe.router.gate for layer in model_config.layers if layer.moe is not None]
         ours = {str(gate.router): gate for gate in gates if isinstance(gate, L2RGate.Config)}
         for config in ours.values():
             self.from_hf_map.pop(f"{_GATE}weight", None)
-            plug = plug_of(config, seed=0)
-            for flat, name in plug.names.items():
+            for flat, name in plug_of(config, seed=0).names.items():
                 self.from_hf_map[_GATE + name] = f"layers.{{}}.moe.router.gate.{flat}"
         if any(layer.moe and layer.moe.load_balance_coeff for layer in model_config.layers):
             self.from_hf_map[_GATE + _BIAS] = _THEIR_BIAS
         for line in self.without_export() if ours else []:
-            warnings.warn(f"no Hugging Face folder can be written: {line}", stacklevel=2)
+            warnings.warn(f"no Hugging Face folder can be written: {line}", stacklevel=1)
 
     def without_export(self) -> list[str]:
-        """A line for each setting that no Hugging Face model of this family has."""
-        return []
-
-    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Tensors by Hugging Face name. Raises InputError for what has no place there."""
-        lines = self.without_export()
-        if lines:
-            raise InputError(lines[0])
-        known = {name for name in self.from_hf_map.values() if name is not None}
-        for name in state_dict:
-            if re.sub(r"\d+", "{}", name, count=1) not in known:
-                raise InputError(f"{name} has no place in a Hugging Face model; it would be lost")
-        converted: dict[str, Any] = super().to_hf(state_dict)  # type: ignore[misc]
-        return converted
-
-
-class L2RQwen3StateDictAdapter(_WithOurGates, Qwen3StateDictAdapter):
-    """Qwen3's state-dict adapter, extended by the tensors of our gates."""
-
-    def without_export(self) -> list[str]:
-        """Fields of the configuration that Qwen3-MoE has not, and a bias without a place."""
-        lines = without_export(self._config)
+        """A line for each setting that Qwen3-MoE with swapped routers has not."""
+        lines = without_export(self.model_config)
         if not lines:
             try:
-                selected(self._config)
+                selected(self.model_config)
             except InputError as error:
                 lines = [str(error)]
         return lines
 
-
-class L2RDeepSeekV3StateDictAdapter(_WithOurGates, DeepSeekV3StateDictAdapter):
-    """DeepSeek-V3's state-dict adapter, extended by the parameters of our gates."""
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Tensors by Hugging Face name. Raises InputError for what has no place there."""
+        for line in self.without_export():
+            raise InputError(line)
+        known = {name for name in self.from_hf_map.values() if name is not None}
+        for name in state_dict:
+            if re.sub(r"\d+", "{}", name, count=1) not in known:
+                raise InputError(f"{name} has no place in a Hugging Face model; it would be lost")
+        converted: dict[str, Any] = super().to_hf(state_dict)
+        return converted
 
 
 def selected(config: Any) -> tuple[Any, str]:

@@ -118,7 +118,7 @@ def _refused(config: Any, path: str, kinds: tuple[type, ...]) -> Iterator[str]:
         names = " or ".join(k.__qualname__ for k in kinds)
         yield f"{name} must be a {names}; got {owner.__qualname__}"
         return
-    known = _EVERYWHERE | FIELDS[kind]
+    known = {**_EVERYWHERE, **FIELDS[kind]}
     for field in dataclasses.fields(config):
         value, there = getattr(config, field.name), f"{path}.{field.name}".lstrip(".")
         if field.name in known:
@@ -133,9 +133,8 @@ def _refused(config: Any, path: str, kinds: tuple[type, ...]) -> Iterator[str]:
             if usual is dataclasses.MISSING:
                 yield f"{there} is unknown, and its value is part of the model; got {value}"
             elif value != usual:
-                owner = getattr(value, "_owner", None)
-                got = owner.__qualname__ if owner else value
-                yield f"{there} must be {usual}; got {got}"
+                made = getattr(value, "_owner", None)
+                yield f"{there} must be {usual}; got {made.__qualname__ if made else value}"
 
 
 def _default(field: Any) -> Any:
@@ -145,7 +144,8 @@ def _default(field: Any) -> Any:
 
 
 def _owner(config: Any) -> type:
-    return getattr(config, "_owner", None) or type(config)
+    owner: type = getattr(config, "_owner", None) or type(config)
+    return owner
 
 
 def settings(config: Any) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""What torchtitan's command line needs of a model besides the gates: adapter, seeds, float32.
+"""What torchtitan's command line needs of a model besides the gates: adapter, seeds, float32 gates.
 
     spec = with_routers(model_registry("30B-A3B"))
 
-``l2r.engines.torchtitan.qwen3`` and ``deepseek_v3`` do it for ``--module``.
+``l2r.engines.torchtitan.qwen3`` does it for ``--module``.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,49 +18,43 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from l2r.engines.engine import require
 from l2r.engines.torchtitan import L2RGate
-from l2r.engines.torchtitan.checkpoint import (
-    L2RDeepSeekV3StateDictAdapter,
-    L2RQwen3StateDictAdapter,
-)
+from l2r.engines.torchtitan.checkpoint import L2RQwen3StateDictAdapter
 from l2r.errors import InputError
 
 require("torchtitan")
 
 from torchtitan.config.override import derive  # noqa: E402
-from torchtitan.models.deepseek_v3 import parallelize as deepseek_v3_parallelize  # noqa: E402
-from torchtitan.models.qwen3 import parallelize as qwen3_parallelize  # noqa: E402
-
-# By torchtitan's name of the model: adapter, and the module whose function applies FSDP by name.
-_MODELS: dict[str, tuple[Any, ModuleType, str]] = {
-    "qwen3": (L2RQwen3StateDictAdapter, qwen3_parallelize, "apply_fsdp_to_decoder"),
-    "deepseek_v3": (
-        L2RDeepSeekV3StateDictAdapter,
-        deepseek_v3_parallelize,
-        "apply_fsdp_to_mtp_decoder",
-    ),
-}
+from torchtitan.models.qwen3 import parallelize  # noqa: E402
 
 
 def with_routers(spec: Any) -> Any:
     """A ModelSpec of torchtitan whose checkpoints hold our gates and whose gates stay in float32.
 
-    Gates draw by the engine's seed and their layer, whatever the device. The gates themselves are
-    replaced by ``--override.imports`` or ``apply_overrides``. Raises InputError for a model that
-    has no adapter of ours.
+    Not under ``compile.enable``, which warns. Gates draw by the engine's seed and their layer,
+    whatever the device. The gates themselves are replaced by ``--override.imports`` or
+    ``apply_overrides``. Raises InputError for a model that has no adapter of ours.
     """
-    if spec.name not in _MODELS:
-        names = " or ".join(_MODELS)
-        raise InputError(f"the model must be {names}, which have an adapter; got {spec.name}")
-    adapter, module, applies = _MODELS[spec.name]
-    parallelize = spec.parallelize_fn
+    if spec.name != "qwen3":
+        raise InputError(f"the model must be qwen3, which has an adapter; got {spec.name}")
+    plain = spec.parallelize_fn
 
-    @wraps(parallelize)
+    @wraps(plain)
     def parallelized(model: Any, **options: Any) -> Any:
-        with _gates_first(module, applies):
-            return parallelize(model, **options)
+        compiled = options["compile_config"]
+        if compiled.enable and "model" in compiled.components:
+            warnings.warn(
+                "compile.enable: blocks are compiled whole, so FSDP rounds router weights to "
+                "mixed_precision_param; leave compile off, or set that to float32",
+                stacklevel=2,
+            )
+            return plain(model, **options)
+        with _gates_first():
+            return plain(model, **options)
 
     model = derive(spec.model, _numbering(type(spec.model)._owner).Config)
-    return replace(spec, model=model, state_dict_adapter=adapter, parallelize_fn=parallelized)
+    return replace(
+        spec, model=model, state_dict_adapter=L2RQwen3StateDictAdapter, parallelize_fn=parallelized
+    )
 
 
 def configurations(registry: ModuleType, name: str) -> Callable[[], Any]:
@@ -92,7 +87,7 @@ def shard_gates(
     policy = MixedPrecisionPolicy(
         param_dtype=torch.float32, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    more = {"offload_policy": CPUOffloadPolicy()} if cpu_offload else {}
+    more: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if cpu_offload else {}
     if dp_mesh_dims is not None:
         more["dp_mesh_dims"] = dp_mesh_dims
     for gate in model.modules():
@@ -101,30 +96,34 @@ def shard_gates(
 
 
 @contextmanager
-def _gates_first(module: ModuleType, applies: str) -> Iterator[None]:
-    """Inside the block the module's function that applies FSDP finds the gates sharded."""
-    plain: Callable[..., None] = getattr(module, applies)
+def _gates_first() -> Iterator[None]:
+    """Inside the block the function by which torchtitan applies FSDP finds the gates sharded."""
+    plain: Callable[..., None] = parallelize.apply_fsdp_to_decoder
 
     def applied(model: Any, dp_mesh: Any, **options: Any) -> None:
         known = ("reduce_dtype", "dp_mesh_dims", "cpu_offload")
         shard_gates(model, dp_mesh, **{k: options[k] for k in known if k in options})
         plain(model, dp_mesh, **options)
 
-    setattr(module, applies, applied)
+    parallelize.apply_fsdp_to_decoder = applied
     try:
         yield
     finally:
-        setattr(module, applies, plain)
+        parallelize.apply_fsdp_to_decoder = plain
 
 
 @cache
 def _numbering(owner: Any) -> Any:
-    """A torchtitan model whose gates know their layer before they draw."""
+    """A torchtitan model that warns of what has no export; its gates know their layer."""
 
-    class Model(owner):  # type: ignore[misc]
+    class Model(owner):
         @dataclass(kw_only=True, slots=True)
-        class Config(owner.Config):  # type: ignore[misc, name-defined]
+        class Config(owner.Config):
             pass
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            L2RQwen3StateDictAdapter(config, None)  # warns
 
         def init_states(self, *, buffer_device: torch.device | None = None) -> None:
             for layer, block in self.layers.items():

@@ -117,17 +117,17 @@ class _Logits(nn.Module):
 def selecting_as(router: Router, rule: Selection) -> RouterConfig:
     """Configuration with which ``router`` by itself selects as an engine did, for a checkpoint.
 
-    ``rule.bias`` is not None where the engine balances by a selection bias.
-    Raises ValueError where no setting of this router selects so.
+    ``rule.bias`` is not None where the engine balances by a selection bias; a router that has none
+    gets one, ``selection_bias``. Raises ValueError where no setting of this router selects so.
     """
     fields = {field.name for field in dataclasses.fields(router.config)}
     wanted = {"normalize_weights": rule.normalize, "gate": rule.gate, "scale": rule.scale}
     config: RouterConfig = dataclasses.replace(
         router.config, **{name: value for name, value in wanted.items() if name in fields}
     )
-    sizes = {name: getattr(router, name) for name in ("hidden_size", "num_experts", "top_k")}
-    with torch.device("meta"):
-        own = build_router(config, **sizes).selection
+    if rule.bias is not None and _selection(config, router).bias is None:
+        config = dataclasses.replace(config, selection_bias=True)
+    own = _selection(config, router)
     same = dataclasses.replace(own, norm_eps=0.0, norm_min=0.0, bias=rule.bias) == rule
     if not same or (rule.bias is not None and own.bias is None):
         raise InputError(
@@ -135,3 +135,10 @@ def selecting_as(router: Router, rule: Selection) -> RouterConfig:
             f"would route otherwise; got {rule} from the engine, {own} from the router"
         )
     return config
+
+
+def _selection(config: RouterConfig, router: Router) -> Selection:
+    """Rule by which a router of ``config`` with the sizes of ``router`` selects."""
+    sizes = {name: getattr(router, name) for name in ("hidden_size", "num_experts", "top_k")}
+    with torch.device("meta"):
+        return build_router(config, **sizes).selection

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from l2r.errors import InputError
 from l2r.routers import Router, RouterConfig
+from l2r.routers.base import SELECTION_BIAS
 
 Pair = tuple[Tensor, Tensor]  # one value in a Hugging Face model and in an engine, equal shapes
 
@@ -96,14 +97,16 @@ def router_pairs(
     names: Mapping[str, str],
     bias: str | None,
 ) -> Iterator[Pair]:
-    """The tensors of one router; ``names`` and ``bias``, of a selection bias, are the engine's."""
+    """The tensors of one router; ``names`` and ``bias``, of a selection bias, are the engine's.
+
+    A model without a bias gives an engine's zeros.
+    """
     for here, _ in router.named_parameters():
         value = ours.take(prefix + here)
         yield value, theirs.take(names[here]).view(value.shape)
-    if router.selection.bias is None:
-        return
-    value = ours.take(prefix + router.selection.bias)
+    place = prefix + (router.selection.bias or SELECTION_BIAS)
     if bias is not None:
-        yield value, theirs.take(bias)
-    elif value.any():
+        there = theirs.take(bias)
+        yield (ours.take(place) if place in ours.left else torch.zeros_like(there)), there
+    elif place in ours.left and ours.take(place).any():
         raise InputError("the model has a selection bias, and the engine's routers have none")

@@ -87,6 +87,10 @@ class Plug:
             flat: self.router.get_parameter(name).shape for flat, name in self.names.items()
         }
 
+    def reseed(self, seed: int, layer: int) -> None:
+        """Draw from now on by an engine's seed and the layer, however the model was built."""
+        self._seed = (seed + 0x9E3779B97F4A7C15 * (layer + 1)) % 2**63
+
     def draw(self) -> dict[str, Tensor]:
         """Initial parameters by name, whole and on the CPU."""
         with own_stream(self._seed), torch.device("cpu"):

@@ -95,9 +95,10 @@ def test_the_names_of_transformer_engine_are_known():
         assert torch.equal(value, 2 * expected[name]), name
 
 
-def test_a_sigmoid_router_keeps_its_selection_bias_and_scale():
+@pytest.mark.parametrize("own", [{}, {"selection_bias": False}])
+def test_a_sigmoid_router_keeps_its_selection_bias_and_scale(own):
     model = small(
-        {"kind": "sigmoid"},
+        {"kind": "sigmoid", **own},
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
         moe_router_topk_scaling_factor=2.5,
@@ -107,9 +108,16 @@ def test_a_sigmoid_router_keeps_its_selection_bias_and_scale():
         layer.mlp.router.expert_bias.normal_()
     made = to_hugging_face(model)
     assert made.config.router["scale"] == 2.5 and made.config.router["normalize_weights"]
+    assert made.config.router["selection_bias"]
     ids = periodic(2, 16, VOCABULARY)
     with torch.no_grad():
         assert_close(forward(model.eval(), ids), made(ids).logits)
+    for layer in model.decoder.layers:
+        layer.mlp.router.expert_bias.zero_()
+    load_hugging_face(model, made)
+    for layer, ours in zip(model.decoder.layers, made.model.layers, strict=True):
+        bias = layer.mlp.router.expert_bias
+        assert bias.any() and torch.equal(bias, ours.mlp.gate.e_score_correction_bias)
 
 
 def test_a_refused_export_says_what_to_set_and_copies_nothing():

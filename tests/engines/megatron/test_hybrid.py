@@ -1,6 +1,7 @@
 """HybridModel, which Megatron says takes the place of GPTModel: plugged, exported, read back."""
 
 import dataclasses
+import inspect
 import warnings
 
 import pytest
@@ -29,7 +30,13 @@ with warnings.catch_warnings():
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from l2r.engines.megatron import L2RTopKRouter, moe_submodules, olmoe_layer, plug  # isort: skip
+from l2r.engines.megatron import (  # isort: skip
+    L2RTopKRouter,
+    moe_submodules,
+    olmoe_layer,
+    plug,
+    settings,
+)
 from l2r.engines.megatron.checkpoint import load_hugging_face, to_hugging_face  # isort: skip
 from l2r.engines.megatron.routes import record  # isort: skip
 
@@ -42,7 +49,7 @@ def _one_rank(tmp_path_factory):
         yield
 
 
-def build(monkeypatch, pattern="*E*E", seed=0, **changes):
+def build(monkeypatch, pattern="*E*E", **changes):
     """Its stack without Transformer Engine, which a CPU does not have."""
     layer = get_gpt_layer_local_spec(
         num_experts=EXPERTS, qk_layernorm=True, normalization="RMSNorm"
@@ -63,9 +70,8 @@ def build(monkeypatch, pattern="*E*E", seed=0, **changes):
     spec = ModuleSpec(hybrid_stack_spec.module, submodules=stack)
     olmoe_layer(spec, SIPS)
     monkeypatch.setattr(hybrid_block, "TENorm", norm)
-    config = configuration(num_layers=len(pattern), is_hybrid_model=True, **changes)
-    torch.manual_seed(seed)
-    arguments = {"vocab_size": VOCABULARY, "hybrid_layer_pattern": pattern, **ARGUMENTS}
+    config = configuration(num_layers=len(pattern), is_hybrid_model=True)
+    arguments = {"vocab_size": VOCABULARY, "hybrid_layer_pattern": pattern, **ARGUMENTS, **changes}
     return scale(HybridModel(config, spec, **arguments))
 
 
@@ -106,3 +112,32 @@ def test_an_olmoe_in_a_hybrid_stack_is_exported_and_read_back(monkeypatch):
 def test_layers_in_another_order_are_refused(monkeypatch, pattern):
     with pytest.raises(ValueError, match=r"hybrid_layer_pattern must be \*E for each layer"):
         to_hugging_face(build(monkeypatch, pattern))
+
+
+def test_every_argument_is_known():
+    known = {*settings.MODEL_MAPPED, *settings.MODEL_FREE, *settings.MODEL_FIXED}
+    assert set(inspect.signature(HybridModel.__init__).parameters) <= known
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"rotary_base": 500_000}, ""),
+        ({"seq_len_interpolation_factor": 2.0}, ""),
+        ({"share_embeddings_and_output_weights": True}, ""),
+        ({"rotary_percent": 0.5}, "rotary_percent must be 1.0"),
+        ({"position_embedding_type": "none"}, "position_embedding_type must be rope"),
+        ({"post_process": False}, "post_process must be True"),
+    ],
+)
+def test_its_arguments_are_equal_or_refused(monkeypatch, changes, refused):
+    ids = periodic(1, 64, VOCABULARY)
+    plain, model = build(monkeypatch).eval(), build(monkeypatch, **changes).eval()
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            to_hugging_face(model)
+        return
+    with torch.no_grad():
+        logits = forward(model, ids)
+        assert (logits - forward(plain, ids)).abs().max() > 0.01 * logits.abs().max()
+        assert_close(to_hugging_face(model)(ids).logits, logits, room=1e-5)

@@ -1,6 +1,8 @@
 """Every setting of Megatron-core at another value, one at a time: exported equal, or refused.
 
-    python -m tests.engines.megatron.walk > table.md     # in the environment of the engine
+    .engines/megatron/bin/python -W ignore -m tests.engines.megatron.walk
+
+prints the rows of dev/megatron.md.
 
 Weights are larger than freshly drawn ones, so that attention, experts and routers matter; all rows
 have the same. A row moves where the engine's own logits change by over 1% of the largest.

@@ -199,6 +199,8 @@ def rope_parameters(model: Any) -> dict[str, Any]:
     rotary = model.rotary_pos_emb
     found = rotary.inv_freq.double().cpu()
     size = 2 * len(found)
+    if size != model.config.kv_channels:  # HybridModel keeps no rotary_percent
+        raise InputError(_line("rotary_percent", size / model.config.kv_channels, 1.0))
     halves = torch.arange(0, size, 2, dtype=torch.float64) / size
     # HybridModel keeps no base, and a configuration may have one that is not read.
     base = float(getattr(model, "rotary_base", 0)) or _base_of(found)

@@ -14,7 +14,7 @@ from . import walk
 from .models import TransformerConfig, configuration, one_rank, small
 
 from l2r.engines.megatron import settings  # isort: skip
-from l2r.engines.megatron.checkpoint import to_hugging_face  # isort: skip
+from l2r.engines.megatron.checkpoint import to_hugging_face, without_export  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # Sums of some hundred numbers in fp32, through two layers whose weights are large.
@@ -107,12 +107,24 @@ def test_settings_without_an_export_are_said_once_a_model_before_the_training():
     assert "moe_router_score_function must be sigmoid with a sigmoid router" in line
 
 
+def test_arguments_of_the_model_are_said_before_the_training_too():
+    assert not without_export(small(SIPS))
+    none = small(SIPS, arguments={"position_embedding_type": "none"}, moe_input_jitter_eps=0.1)
+    jitter, position = without_export(none)
+    assert "moe_input_jitter_eps must be None" in jitter
+    assert position.startswith("position_embedding_type must be rope")
+    both = {"rope_scaling": True, "seq_len_interpolation_factor": 2.0}
+    (line,) = without_export(small(SIPS, arguments=both))
+    assert line.startswith("seq_len_interpolation_factor must be None beside rope_scaling")
+    assert not without_export(small(SIPS, arguments={"post_process": False}))  # a rank's part
+
+
 def test_ranks_are_no_fault_of_a_training():
     router = small(SIPS).decoder.layers[0].mlp.router.l2r
     config = configuration(tensor_model_parallel_size=2, sequence_parallel=True)
-    assert not settings.without_export(config, router)
+    assert not settings.fields_without_export(config, router)
     config.activation_func = nn.functional.gelu
-    (line,) = settings.without_export(config, router)
+    (line,) = settings.fields_without_export(config, router)
     assert "activation_func must be silu" in line
     model = small(SIPS)
     model.config.tensor_model_parallel_size = 2

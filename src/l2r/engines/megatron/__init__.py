@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from l2r.engines.engine import engine_router, own_stream, require
-from l2r.engines.megatron.settings import without_export
+from l2r.engines.megatron.settings import fields_without_export
 from l2r.errors import InputError
 from l2r.hf.models import routers_keep_dtype
 from l2r.routers import Router
@@ -125,7 +125,7 @@ def _warn(config: Any, router: Router) -> None:
         return
     _WARNED[id(config)] = config
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        for line in without_export(config, router):
+        for line in fields_without_export(config, router):
             warnings.warn(line, stacklevel=3)
 
 

@@ -17,7 +17,13 @@ from torch import Tensor
 from l2r.engines.engine import selecting_as
 from l2r.engines.megatron import HeadsNorm, L2RTopKRouter
 from l2r.engines.megatron.routes import record
-from l2r.engines.megatron.settings import check_exportable, rope_parameters, selection_rule
+from l2r.engines.megatron.settings import (
+    arguments_without_export,
+    check_exportable,
+    fields_without_export,
+    rope_parameters,
+    selection_rule,
+)
 from l2r.engines.olmoe_tensors import Pair, Tensors, copy_all, olmoe, router_pairs
 from l2r.engines.proof import prove
 from l2r.errors import InputError
@@ -56,6 +62,16 @@ def to_hugging_face(model: Any, **settings: Any) -> Any:
         routes = None if c.moe_router_fusion else record(model)
         prove(partial(_forward, model), made, positions=positions, record=routes)
     return made
+
+
+def without_export(model: Any) -> list[str]:
+    """A line for each setting of a model that ``to_hugging_face`` would refuse, on any rank.
+
+    Before the training; the plug has already warned of those in the configuration.
+    """
+    routers = [module for module in model.modules() if isinstance(module, L2RTopKRouter)]
+    fields = fields_without_export(model.config, routers[0].l2r) if routers else []
+    return fields + arguments_without_export(model)
 
 
 def _forward(model: Any, ids: Tensor) -> Tensor:

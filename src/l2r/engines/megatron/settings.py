@@ -168,7 +168,7 @@ tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_p
 pipeline_model_parallel_layout context_parallel_size expert_model_parallel_size
 expert_tensor_parallel_size sequence_parallel hybrid_context_parallel gtp_weight_remat_size
 expert_gtp_weight_remat_size tensor_parallel_num_weight_shards
-expert_tensor_parallel_num_weight_shards mtp_standalone
+expert_tensor_parallel_num_weight_shards mtp_standalone pre_process post_process
 """)
 
 
@@ -183,9 +183,20 @@ def selection_rule(config: Any) -> Selection:
     )
 
 
-def without_export(config: Any, router: Router) -> list[str]:
-    """A line for each setting of a training with ``router`` that has no export."""
+def fields_without_export(config: Any, router: Router) -> list[str]:
+    """A line for each field of a training with ``router`` that has no export."""
     return [line for name, line in _of_config(config, router) if name not in _OF_RANKS]
+
+
+def arguments_without_export(model: Any) -> list[str]:
+    """A line for each argument of a model, or of its part on a rank, that has no export."""
+    lines = [line for name, line in _of_model(model) if name not in _OF_RANKS]
+    if not lines and hasattr(model, "rotary_pos_emb"):
+        try:
+            rope_parameters(model)
+        except InputError as error:
+            lines.append(str(error))
+    return lines
 
 
 def check_exportable(model: Any, router: Router) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from l2r.hf.models.olmoe import L2rOlmoeConfig as L2rOlmoeConfig
     from l2r.hf.models.olmoe import L2rOlmoeForCausalLM as L2rOlmoeForCausalLM
     from l2r.hf.models.olmoe import L2rOlmoeModel as L2rOlmoeModel
+    from l2r.hf.models.router_dtypes import routers_keep_dtype as routers_keep_dtype
     from l2r.hf.models.size import ModelSize as ModelSize
     from l2r.hf.models.size import forward_flops as forward_flops
     from l2r.hf.models.size import model_size as model_size

@@ -2,10 +2,12 @@
 
     python scripts/others/engine_page.py olmo-core
 
-The page has a section an engine. Its marked blocks are run in order: those in bash make and fill
-a fresh environment under .engines, those in Python run in it as one program, in an empty folder.
-Writes page.json into the environment: how many snippets ran, and by how much the logits of the
-exported checkpoint differ. Exit code 1 if the environment cannot be made. Needs Python alone.
+The page has a section an engine. Its marked blocks are run in order, in an empty folder: the one in
+bash that names a folder under .engines makes and fills a fresh environment there; blocks in Python
+are one program, but for those whose first line is ``# NAME.py``, which are saved under that name;
+other blocks in bash run with the environment's programs, and every line is printed as it comes.
+Writes page.json into the environment: how many snippets ran, by how much the logits of exported
+checkpoints differ, minutes and size; or why there is no environment. Needs Python alone.
 """
 
 import json
@@ -15,6 +17,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "engines.md"
 BLOCK = re.compile(r"^<!-- not run: make engines -->\n```(bash|python)\n(.*?)^```", re.M | re.S)
 FOLDER = re.compile(r"\.engines/([\w.-]+)")
+FILE = re.compile(r"# ([\w-]+\.py)\n")
+DIFFER = re.compile(r"^logits differ by (\S+) of the largest$", re.M)
 # Two layers add up the same numbers in another order: single sums agree to 1e-6 of the largest
 # (tests/engines/engines.py), and here sums enter others.
 LIMIT = 1e-5
@@ -29,62 +35,133 @@ LIMIT = 1e-5
 
 @dataclass(frozen=True)
 class Steps:
-    """Name of an environment, the commands that make it, and the snippets to run in it."""
+    """An environment's name, the commands that make it, and what runs in it.
+
+    snippets: one program in Python. files: to be saved, by name. commands: in bash, after it.
+    """
 
     name: str
     install: str
     snippets: tuple[str, ...]
+    files: Mapping[str, str]
+    commands: tuple[str, ...]
 
 
 def environments(page: str) -> dict[str, Steps]:
-    """Environments of a page by name; all those of a section run the snippets of the section."""
+    """Environments of a page by name; all those of a section run what the section says."""
     found = {}
     for section in re.split(r"^##+ ", page, flags=re.M):
         blocks = BLOCK.findall(section)
-        snippets = tuple(text for language, text in blocks if language == "python")
-        for language, install in blocks:
-            if language == "bash":
+        python = [text for language, text in blocks if language == "python"]
+        bash = [text for language, text in blocks if language == "bash"]
+        files = {name[1]: text for text in python if (name := FILE.match(text))}
+        snippets = tuple(text for text in python if not FILE.match(text))
+        commands = tuple(text for text in bash if not FOLDER.search(text))
+        for install in bash:
+            if FOLDER.search(install):
                 (name,) = set(FOLDER.findall(install))
-                found[name] = Steps(name, install, snippets)
+                found[name] = Steps(name, install, snippets, files, commands)
     return found
 
 
-def run_page(steps: Steps, root: Path) -> dict[str, str]:
-    """Make the environment afresh under ``root`` and run its snippets; what became of them.
+def printed(command: list[str], folder: Path, surroundings: Mapping[str, str]) -> tuple[int, str]:
+    """Exit code and output of a command, both streams; every line is printed as it comes."""
+    lines = []
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=surroundings,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    return process.returncode, "".join(lines)
 
-    Raises CalledProcessError if the environment cannot be made.
+
+def missing(install: str, root: Path, surroundings: Mapping[str, str]) -> str:
+    """The interpreter that the commands start with, where it does not run; else nothing."""
+    program, *_ = install.split(maxsplit=1)
+    if not Path(program).name.startswith("python"):
+        return ""
+    tried = subprocess.run(
+        ["bash", "-c", f"{program} -c ''"],
+        cwd=root,
+        env=surroundings,
+        capture_output=True,
+        check=False,
+    )
+    return program if tried.returncode else ""
+
+
+def run_page(steps: Steps, root: Path) -> dict[str, str]:
+    """Make the environment afresh under ``root`` and run what the page says; what became of it.
+
+    ``absent`` says why there is no environment: its interpreter does not run, or an install failed.
     """
     folder = root / ".engines" / steps.name
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    environment = {name: value for name, value in os.environ.items() if name not in ours}
-    install = ["bash", "-euo", "pipefail", "-c", steps.install]
-    subprocess.run(install, cwd=root, env=environment, check=True)
-    total = len(steps.snippets)
+    surroundings = {name: value for name, value in os.environ.items() if name not in ours}
+    total = len(steps.snippets) + len(steps.commands)
+    result = dict.fromkeys(("logits", "problem", "absent", "minutes", "size"), "")
+    result["snippets"] = f"0 of {total}"
+    program = missing(steps.install, root, surroundings)
+    if program:
+        return result | {"absent": f"no {program} that runs"}
+    start = time.monotonic()
+    code, said = printed(["bash", "-euo", "pipefail", "-c", steps.install], root, surroundings)
+    if code:
+        return result | {"absent": "the install failed", "problem": _last(said)}
+    installed = time.monotonic()
+    path = f"{(folder / 'bin').absolute()}{os.pathsep}{surroundings.get('PATH', '')}"
+    surroundings |= {"HF_HUB_OFFLINE": "1", "PATH": path}
     lines = [f"{code}\nprint('snippet', {n}, 'ran')\n" for n, code in enumerate(steps.snippets, 1)]
     with tempfile.TemporaryDirectory() as empty:
-        program = Path(empty) / "snippets.py"
-        program.write_text("\n".join(lines), encoding="utf-8")
-        done = subprocess.run(
-            [str((folder / "bin" / "python").absolute()), str(program)],
-            cwd=empty,
-            env=environment | {"HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    ran = len(re.findall(r"^snippet \d+ ran$", done.stdout, re.M))
-    differ = re.findall(r"^logits differ by (\S+) of the largest$", done.stdout, re.M)
-    problem = ""
-    if done.returncode:
-        problem = (done.stderr.strip() or "no message").splitlines()[-1]
-    elif not differ or not float(differ[-1]) <= LIMIT:
+        for name, text in ({"snippets.py": "\n".join(lines)} | dict(steps.files)).items():
+            Path(empty, name).write_text(text, encoding="utf-8")
+        said, ran, problem = "", 0, ""
+        if steps.snippets:
+            code, said = printed(["python", "snippets.py"], Path(empty), surroundings)
+            ran = len(re.findall(r"^snippet \d+ ran$", said, re.M))
+            problem = _last(said) if code else ""
+        for command in steps.commands if not problem else ():
+            print(command, end="", flush=True)
+            code, more = printed(
+                ["bash", "-euo", "pipefail", "-c", command], Path(empty), surroundings
+            )
+            said += more
+            if code:
+                problem = _last(more)
+                break
+            ran += 1
+    differ = DIFFER.findall(said)
+    if not problem and (not differ or not all(float(each) <= LIMIT for each in differ)):
         problem = (
             f"logits after export must be within {LIMIT:.1e} of the largest; "
-            f"got {differ[-1] if differ else 'no line that says it'}"
+            f"got {', '.join(differ) if differ else 'no line that says it'}"
         )
-    logits = differ[-1] if differ else ""
-    return {"snippets": f"{ran} of {total}", "logits": logits, "problem": problem}
+    ended = time.monotonic()
+    return result | {
+        "snippets": f"{ran} of {total}",
+        "logits": max(differ, key=float, default=""),
+        "problem": problem,
+        "minutes": f"{(installed - start) / 60:.0f} + {(ended - installed) / 60:.0f}",
+        "size": f"{_bytes(folder) / 1e9:.1f} GB",
+    }
+
+
+def _last(said: str) -> str:
+    return (said.strip() or "no message").splitlines()[-1]
+
+
+def _bytes(folder: Path) -> int:
+    files = (path.lstat() for path in folder.rglob("*") if not path.is_dir())
+    return sum(file.st_size for file in files)
 
 
 def main() -> None:
@@ -94,6 +171,8 @@ def main() -> None:
         if name not in known:
             sys.exit(f"error: the environment must be one of {', '.join(known)}; got {name}")
         result = run_page(known[name], ROOT)
+        if result["absent"]:
+            print(f"{name}: {result['absent']}: {result['problem'] or known[name].install.strip()}")
         text = json.dumps(result, indent=1) + "\n"
         (ROOT / ".engines" / name / "page.json").write_text(text, encoding="utf-8")
         print(name, result)

@@ -1,9 +1,13 @@
 """Write the table of docs/engines.md from its snippets and from tests of engines (make engines)."""
 
 import json
+import re
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Iterable
 from pathlib import Path
+
+from scripts.others.engine_page import environments
 
 from l2r.engines.engine import ENGINES
 from l2r.report.tables import Table
@@ -13,7 +17,7 @@ from l2r.versions import TRIED
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "engines.md"
 MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
-SNIPPETS = ("snippets", "logits after export")
+SNIPPETS = ("snippets", "logits after export", "minutes", "size")
 COLUMNS = (
     "train step", "aux losses equal", "FSDP", "TP", "EP", "routes", "checkpoint to HF", "served"
 )  # fmt: skip
@@ -42,35 +46,40 @@ def outcomes(results: Path) -> tuple[str, dict[str, str], list[str]]:
     return version, found, failed
 
 
-def page(environment: Path) -> tuple[tuple[str, str], list[str]]:
+def page(environment: Path) -> tuple[tuple[str, ...], list[str]]:
     """What the page's snippets gave in an environment (engine_page.py), and what is wrong."""
     file = environment / "page.json"
     if not file.is_file():
-        return ("not run", "not run"), []
+        return ("not run",) * len(SNIPPETS), []
     result = json.loads(file.read_text(encoding="utf-8"))
-    problem = result["problem"]
+    absent, problem = result["absent"], result["problem"]
     wrong = [f"snippets of {environment.name}: {problem}"] if problem else []
-    return (result["snippets"], result["logits"] or "none"), wrong
+    if absent:
+        return (absent, *("none",) * (len(SNIPPETS) - 1)), wrong
+    names = ("snippets", "logits", "minutes", "size")
+    return tuple(result[name] or "none" for name in names), wrong
 
 
-def read(folder: Path) -> tuple[list[tuple[str, ...]], list[str]]:
-    """A row for every environment in the folder, and what failed in any."""
+def read(folder: Path, known: Iterable[str]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """A row for every environment that the page makes, also one that is not there; what failed."""
     rows, failures = list[tuple[str, ...]](), list[str]()
-    for package in ENGINES:
-        extra = str(TRIED[package].extra)
+    for name in known:
         # A folder named extra-version is another version of the same engine.
-        for environment in (folder / extra, *sorted(folder.glob(f"{extra}-[0-9]*"))):
-            snippets, wrong = page(environment)
-            version, found, failed = outcomes(environment / "results.xml")
-            failures += wrong + failed
-            cells = [found.get(c) or NONE.get((extra, c), "not run") for c in COLUMNS]
-            rows.append((f"{package} {version}".strip(), *snippets, *cells))
+        extra, number = re.fullmatch(r"(.*?)(?:-(\d[\d.]*))?", name).groups()  # type: ignore[union-attr]
+        package = next(each for each in ENGINES if TRIED[each].extra == extra)
+        environment = folder / name
+        snippets, wrong = page(environment)
+        version, found, failed = outcomes(environment / "results.xml")
+        failures += wrong + failed
+        cells = [found.get(c) or NONE.get((extra, c), "not run") for c in COLUMNS]
+        rows.append((f"{package} {version or number or ''}".strip(), *snippets, *cells))
     return rows, failures
 
 
 def main() -> None:
     """Table of the results in the folders of the environments; exit code 1 for what failed."""
-    rows, failures = read(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".engines")
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".engines"
+    rows, failures = read(folder, environments(PAGE.read_text(encoding="utf-8")))
     table = Table("Engines", ("engine", *SNIPPETS, *COLUMNS), tuple(rows)).to_markdown()
     old = PAGE.read_text(encoding="utf-8")
     head, rest = old.split(MARKS[0])

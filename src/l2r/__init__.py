@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from l2r.hf.routes import Routes as Routes
     from l2r.hf.routes import record as record
     from l2r.hf.routes import replay as replay
+    from l2r.hf.swap import shard_routers as shard_routers
     from l2r.hf.swap import swap_routers as swap_routers
     from l2r.routers import L2RConfig as L2RConfig
     from l2r.routers import LinearConfig as LinearConfig

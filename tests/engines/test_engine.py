@@ -62,7 +62,12 @@ def test_what_an_engine_cannot_carry_is_refused(values, message):
             {"scale": 2.5, "normalize_weights": False},
         ),
         ("l2r_sips", Selection(gate="sigmoid"), None),
-        ("l2r_sips", Selection(bias="b"), None),
+        ("l2r_sips", Selection(bias="b"), {"selection_bias": True}),
+        (
+            "low_rank",
+            Selection(bias="b", normalize=True),
+            {"selection_bias": True, "normalize_weights": True},
+        ),
         ("l2r_sips", Selection(scale=2.0), None),
         ("sigmoid", Selection(), None),
         ("sigmoid", Selection(gate="sigmoid", groups=2), None),
@@ -77,4 +82,5 @@ def test_a_checkpoint_selects_as_the_engine_did_or_is_refused(kind, rule, expect
     config: RouterConfig = selecting_as(router, rule)
     own = build_router(config, **SIZES).selection
     assert (own.gate, own.normalize, own.scale) == (rule.gate, rule.normalize, rule.scale)
+    assert (own.bias is None) == (rule.bias is None)
     assert config.to_dict() == {**router.config.to_dict(), **expected}

@@ -3,6 +3,7 @@
 import ast
 import builtins
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,16 @@ raise ValueError(f"at most {limit}")
 def test_an_engine_has_an_install_line_with_our_pins_and_whole_snippets(name):
     steps = WRITTEN[name]
     extra = re.sub(r"-[\d.]+$", "", name)
-    assert f"-c constraints-engines.txt -e '.[{extra},lm]'" in steps.install
-    tree = ast.parse("\n".join(steps.snippets))
+    ours = any("l2r " in command for command in steps.commands)
+    wanted = f"{extra},lm,cli,report" if ours else f"{extra},lm"
+    assert f"-c constraints-engines.txt -e '.[{wanted}]'" in steps.install
+    for text in ("\n".join(steps.snippets), *steps.files.values()):
+        assert unbound(text) == [], name
+
+
+def unbound(text):
+    """Names that a program reads and never makes."""
+    tree = ast.parse(text)
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)} | set(dir(builtins))
     for node in ast.walk(tree):
@@ -57,12 +66,12 @@ def test_an_engine_has_an_install_line_with_our_pins_and_whole_snippets(name):
             bound.add(node.name)
         elif isinstance(node, ast.arg):
             bound.add(node.arg)
-    assert sorted({node.id for node in names} - bound) == []
+    return sorted({node.id for node in names} - bound)
 
 
 def test_marked_blocks_run_in_order_until_one_fails(tmp_path):
     (steps,) = environments(SMALL).values()
-    assert steps.name == "one" and len(steps.snippets) == 3
+    assert steps.name == "one" and len(steps.snippets) == 3 and not steps.commands
     result = run_page(steps, tmp_path)
     assert (result["snippets"], result["logits"]) == ("2 of 3", "7.0e+00")
     assert result["problem"] == "ValueError: at most 7"
@@ -85,3 +94,66 @@ def test_pins_of_engines_are_ours_but_for_what_an_engine_holds_at_other_versions
     head = (ROOT / "constraints-engines.txt").read_text().split("\n\n")[0]
     names = set(re.findall(r"[\w-]+", head.split(" without ")[1].split(":")[0])) - {"and"}
     assert theirs <= ours and {line.split("==")[0] for line in ours - theirs} == names
+
+
+RANKS = (
+    SMALL.replace("raise ValueError", "print")
+    + """
+### Another
+
+<!-- not run: make engines -->
+```bash
+mkdir -p .engines/two/bin
+ln -s "$(command -v python3)" .engines/two/bin/python
+```
+
+<!-- not run: make engines -->
+```python
+# two_ranks.py
+import sys
+print(f"logits differ by {sys.argv[1]} of the largest")
+```
+
+<!-- not run: make engines -->
+```bash
+python two_ranks.py 3e-6
+```
+
+<!-- not run: make engines -->
+```bash
+python two_ranks.py 4e-7
+command -v python
+```
+"""
+)
+
+
+def test_a_script_is_saved_and_its_commands_print_every_line(tmp_path, capfd):
+    one, two = environments(RANKS).values()
+    assert not one.files and list(two.files) == ["two_ranks.py"] and len(two.commands) == 2
+    result = run_page(two, tmp_path)
+    assert (result["snippets"], result["logits"], result["problem"]) == ("2 of 2", "3e-6", "")
+    said = capfd.readouterr().out
+    place = str(tmp_path / ".engines" / "two" / "bin" / "python")
+    lines = ["python two_ranks.py 3e-6", "logits differ by 3e-6 of the largest", place]
+    assert all(line in said.splitlines() for line in lines)
+    assert result["minutes"] == "0 + 0" and result["size"].endswith(" GB")
+    failing = environments(RANKS.replace("two_ranks.py 3e-6", "no_file.py"))["two"]
+    result = run_page(failing, tmp_path)
+    assert result["snippets"] == "0 of 2" and "no_file.py" in result["problem"]
+
+
+def test_an_interpreter_that_fails_and_an_install_that_fails_are_said(tmp_path):
+    shim = tmp_path / "python3.99"
+    shim.write_text("#!/bin/sh\necho no such version >&2\nexit 127\n")
+    shim.chmod(0o755)
+    steps = environments(SMALL)["one"]
+    shimmed = replace(steps, install=f"{shim} -m venv .engines/one\n")
+    result = run_page(shimmed, tmp_path)
+    assert result["absent"] == f"no {shim} that runs" and result["problem"] == ""
+    nowhere = replace(steps, install="python3.98 -m venv .engines/one\n")
+    assert run_page(nowhere, tmp_path)["absent"] == "no python3.98 that runs"
+    fails = replace(steps, install="python3 -c 'raise SystemExit(\"no wheel\")'\n")
+    result = run_page(fails, tmp_path)
+    assert (result["absent"], result["problem"]) == ("the install failed", "no wheel")
+    assert not (tmp_path / ".engines" / "one" / "bin").exists()

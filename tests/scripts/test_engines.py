@@ -33,12 +33,25 @@ def test_every_version_of_an_engine_has_a_row(tmp_path):
         (tmp_path / name).mkdir()
         report = REPORT.replace('value="1.2"', f'value="{version}"')
         (tmp_path / name / "results.xml").write_text(report)
-    page = {"snippets": "3 of 4", "logits": "5.7e-07", "problem": "ValueError: no"}
+    page = {
+        "snippets": "3 of 4", "logits": "5.7e-07", "problem": "ValueError: no", "absent": "",
+        "minutes": "4 + 1", "size": "2.0 GB",
+    }  # fmt: skip
     (tmp_path / "megatron" / "page.json").write_text(json.dumps(page))
-    rows, failed = read(tmp_path)
+    (tmp_path / "torchtitan").mkdir()
+    absent = page | {"absent": "the install failed", "problem": "no wheel"}
+    (tmp_path / "torchtitan" / "page.json").write_text(json.dumps(absent))
+    rows, failed = read(
+        tmp_path, ["olmo-core", "megatron", "megatron-0.19", "megatron-0.18", "torchtitan"]
+    )
     assert [row[0] for row in rows] == [
-        "ai2-olmo-core", "megatron-core 1.2", "megatron-core 0.19.2", "torchtitan",
+        "ai2-olmo-core", "megatron-core 1.2", "megatron-core 0.19.2", "megatron-core 0.18",
+        "torchtitan",
     ]  # fmt: skip
-    assert rows[1][3:] == rows[2][3:] and "yes" in rows[1] and "no" in rows[1]
-    assert rows[1][1:3] == ("3 of 4", "5.7e-07") and rows[2][1:3] == ("not run", "not run")
-    assert failed == ["snippets of megatron: ValueError: no", "a::c", "a::c"]
+    assert rows[1][5:] == rows[2][5:] and "yes" in rows[1] and "no" in rows[1]
+    assert rows[1][1:5] == ("3 of 4", "5.7e-07", "4 + 1", "2.0 GB")
+    assert rows[2][1:5] == rows[3][1:5] == ("not run",) * 4
+    assert rows[4][1:5] == ("the install failed", "none", "none", "none")
+    assert failed == [
+        "snippets of megatron: ValueError: no", "a::c", "a::c", "snippets of torchtitan: no wheel"
+    ]  # fmt: skip

@@ -87,6 +87,10 @@ class Plug:
             flat: self.router.get_parameter(name).shape for flat, name in self.names.items()
         }
 
+    def reseed(self, seed: int, layer: int) -> None:
+        """Draw from now on by an engine's seed and the layer, however the model was built."""
+        self._seed = (seed + 0x9E3779B97F4A7C15 * (layer + 1)) % 2**63
+
     def draw(self) -> dict[str, Tensor]:
         """Initial parameters by name, whole and on the CPU."""
         with own_stream(self._seed), torch.device("cpu"):
@@ -117,17 +121,17 @@ class _Logits(nn.Module):
 def selecting_as(router: Router, rule: Selection) -> RouterConfig:
     """Configuration with which ``router`` by itself selects as an engine did, for a checkpoint.
 
-    ``rule.bias`` is not None where the engine balances by a selection bias.
-    Raises ValueError where no setting of this router selects so.
+    ``rule.bias`` is not None where the engine balances by a selection bias; a router that has none
+    gets one, ``selection_bias``. Raises ValueError where no setting of this router selects so.
     """
     fields = {field.name for field in dataclasses.fields(router.config)}
     wanted = {"normalize_weights": rule.normalize, "gate": rule.gate, "scale": rule.scale}
     config: RouterConfig = dataclasses.replace(
         router.config, **{name: value for name, value in wanted.items() if name in fields}
     )
-    sizes = {name: getattr(router, name) for name in ("hidden_size", "num_experts", "top_k")}
-    with torch.device("meta"):
-        own = build_router(config, **sizes).selection
+    if rule.bias is not None and _selection(config, router).bias is None:
+        config = dataclasses.replace(config, selection_bias=True)
+    own = _selection(config, router)
     same = dataclasses.replace(own, norm_eps=0.0, norm_min=0.0, bias=rule.bias) == rule
     if not same or (rule.bias is not None and own.bias is None):
         raise InputError(
@@ -135,3 +139,10 @@ def selecting_as(router: Router, rule: Selection) -> RouterConfig:
             f"would route otherwise; got {rule} from the engine, {own} from the router"
         )
     return config
+
+
+def _selection(config: RouterConfig, router: Router) -> Selection:
+    """Rule by which a router of ``config`` with the sizes of ``router`` selects."""
+    sizes = {name: getattr(router, name) for name in ("hidden_size", "num_experts", "top_k")}
+    with torch.device("meta"):
+        return build_router(config, **sizes).selection

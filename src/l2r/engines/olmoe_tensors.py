@@ -8,6 +8,7 @@ from torch import Tensor
 
 from l2r.errors import InputError
 from l2r.routers import Router, RouterConfig
+from l2r.routers.base import SELECTION_BIAS
 
 Pair = tuple[Tensor, Tensor]  # one value in a Hugging Face model and in an engine, equal shapes
 
@@ -29,6 +30,10 @@ class Tensors:
             raise InputError(f"{self.owner} must hold {name} to be an OLMoE; it does not")
         return self.left.pop(name)
 
+    def drop(self, name: str) -> None:
+        """Leave out a tensor that is another one under a second name, if it is there."""
+        self.left.pop(name, None)
+
     def all_taken(self) -> None:
         """Refuse a tensor that nothing took."""
         if self.left:
@@ -41,16 +46,39 @@ def olmoe(router: RouterConfig, *, post_norm: bool = False, **settings: Any) -> 
 
     ``settings`` are fields of the Hugging Face configuration; weights are yet to be filled.
     """
-    from transformers import FlexOlmoConfig, FlexOlmoForCausalLM
+    from transformers import FlexOlmoForCausalLM
 
-    from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
+    from l2r.hf.models import L2rOlmoeForCausalLM
     from l2r.hf.swap import replace_routers
 
-    ids: dict[str, Any] = {"pad_token_id": None, "eos_token_id": None, "bos_token_id": None}
     if not post_norm:
-        return L2rOlmoeForCausalLM(L2rOlmoeConfig(**ids | settings, router=router.to_dict()))
-    model = FlexOlmoForCausalLM(FlexOlmoConfig(**ids | settings))
+        return L2rOlmoeForCausalLM(olmoe_config(**settings, router=router.to_dict()))
+    model = FlexOlmoForCausalLM(olmoe_config(post_norm=True, **settings))
     return replace_routers(model, router, selection="router")
+
+
+def olmoe_config(*, post_norm: bool = False, **settings: Any) -> Any:
+    """Hugging Face configuration of ``olmoe``, without a router unless ``settings`` have one."""
+    from transformers import FlexOlmoConfig
+
+    from l2r.hf.models import L2rOlmoeConfig
+
+    ids: dict[str, Any] = {"pad_token_id": None, "eos_token_id": None, "bos_token_id": None}
+    kind: Any = FlexOlmoConfig if post_norm else L2rOlmoeConfig
+    return kind(**ids | settings)
+
+
+def check_sizes(config: Any, sizes: Mapping[str, Any]) -> None:
+    """Raise InputError where a Hugging Face configuration differs from an engine's ``sizes``."""
+    for name, value in sizes.items():
+        found = getattr(config, name, None)
+        if isinstance(value, Mapping):
+            found = {key: (found or {}).get(key) for key in value}
+        if found != value:
+            raise InputError(
+                f"both models must have the same {name}; got {found} in the Hugging Face model "
+                f"and {value} in the engine's"
+            )
 
 
 @torch.no_grad()
@@ -96,14 +124,16 @@ def router_pairs(
     names: Mapping[str, str],
     bias: str | None,
 ) -> Iterator[Pair]:
-    """The tensors of one router; ``names`` and ``bias``, of a selection bias, are the engine's."""
+    """The tensors of one router; ``names`` and ``bias``, of a selection bias, are the engine's.
+
+    A model without a bias gives an engine's zeros.
+    """
     for here, _ in router.named_parameters():
         value = ours.take(prefix + here)
         yield value, theirs.take(names[here]).view(value.shape)
-    if router.selection.bias is None:
-        return
-    value = ours.take(prefix + router.selection.bias)
+    place = prefix + (router.selection.bias or SELECTION_BIAS)
     if bias is not None:
-        yield value, theirs.take(bias)
-    elif value.any():
+        there = theirs.take(bias)
+        yield (ours.take(place) if place in ours.left else torch.zeros_like(there)), there
+    elif place in ours.left and ours.take(place).any():
         raise InputError("the model has a selection bias, and the engine's routers have none")

@@ -32,12 +32,12 @@ Choose = Callable[[Tensor, Part], Tensor]
 class Seat:
     """An attribute of ``owner``, and what to put there so that a router asks which experts to take.
 
-    ``make`` gets the question, and gives a function as the one that stood there.
+    ``make`` gets the question, and gives what answers as the one that stood there.
     """
 
     owner: Any
     name: str
-    make: Callable[[Choose], Callable[..., Any]]
+    make: Callable[[Choose], Any]
 
 
 class Call(NamedTuple):

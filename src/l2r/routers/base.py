@@ -21,7 +21,7 @@ from l2r.routers.config import RouterConfig
 from l2r.routers.holder import hooks_of_all_modules, takes_part
 from l2r.routers.selection_rule import Selection
 
-_BIAS = "e_score_correction_bias"  # of a selection, named as in Hugging Face
+SELECTION_BIAS = "e_score_correction_bias"  # of a selection, named as in Hugging Face
 
 
 class RouterOutput(NamedTuple):
@@ -73,7 +73,7 @@ class Router(nn.Module):
         self.top_k = top_k
         self.selection = self.configured_selection()
         if config.selection_bias:
-            self.register_buffer(_BIAS, torch.zeros(num_experts))
+            self.register_buffer(SELECTION_BIAS, torch.zeros(num_experts))
         self._captures = 0  # open blocks of ``capture``
         self.log_temperature: nn.Parameter | None = None
         if config.learn_temperature:
@@ -83,7 +83,7 @@ class Router(nn.Module):
     def reset_parameters(self) -> None:
         """Draw fresh parameters; a subclass extends it for its own."""
         if self.config.selection_bias:
-            self.get_buffer(_BIAS).zero_()
+            self.get_buffer(SELECTION_BIAS).zero_()
         if self.log_temperature is not None:
             self.log_temperature.fill_(self.config.temperature).log_()
 
@@ -117,7 +117,7 @@ class Router(nn.Module):
     def configured_selection(self) -> Selection:
         """The same with the bias that the configuration asks for."""
         own = self.own_selection()
-        return dataclasses.replace(own, bias=_BIAS) if self.config.selection_bias else own
+        return dataclasses.replace(own, bias=SELECTION_BIAS) if self.config.selection_bias else own
 
     def kernel_weights(self, x: Tensor) -> KernelWeights | None:
         """Projection, gain and anchors of a router that these and ``score`` describe whole.

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+_NOTHING = object()
 _REDUCE = "__reduce_ex__"  # by which copy and pickle take an object apart; they ask the instance
 
 
@@ -22,7 +23,7 @@ _REDUCE = "__reduce_ex__"  # by which copy and pickle take an object apart; they
 class _Temporary:
     """What stands on a module for a while.
 
-    values: by name what the instance had before the first block, None for nothing, and the value of
+    values: by name what the instance had before the first block, or ``_NOTHING``, and the value of
     each open block. hooks: numbers of hooks.
     """
 
@@ -44,7 +45,7 @@ def replaced(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
     put: list[tuple[Any, str, Any]] = []
     try:
         for (module, name), value in values.items():
-            stack = _on(module).values.setdefault(name, [vars(module).get(name)])
+            stack = _on(module).values.setdefault(name, [vars(module).get(name, _NOTHING)])
             stack.append(value)
             put.append((module, name, value))
             setattr(module, name, value)
@@ -56,7 +57,7 @@ def replaced(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
                 continue
             stack = here.values[name]
             _drop(stack, value)
-            if stack[-1] is None:
+            if stack[-1] is _NOTHING:
                 delattr(module, name)
             else:
                 setattr(module, name, stack[-1])
@@ -111,7 +112,7 @@ def _reduce(module: Any, protocol: Any) -> Any:
     del state[_REDUCE]
     for name, (first, *_) in here.values.items():
         state.pop(name, None)
-        if first is not None:
+        if first is not _NOTHING:
             state[name] = first
     for name, value in state.items():
         if "_hooks" in name and isinstance(value, dict) and here.hooks & value.keys():

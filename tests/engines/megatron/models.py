@@ -23,6 +23,11 @@ from tests.engines.engines import SIPS
 
 VOCABULARY, LAYERS, EXPERTS, TOP_K, WIDTH = 60, 2, 4, 2, 32
 BALANCE, Z = 0.05, 0.01
+ARGUMENTS = {
+    "max_sequence_length": 64,
+    "position_embedding_type": "rope",
+    "share_embeddings_and_output_weights": False,
+}
 
 
 def on_cpu():
@@ -75,7 +80,7 @@ def configuration(**changes):
     return TransformerConfig(**fields | changes)
 
 
-def small(router, *, vocabulary=VOCABULARY, norm=None, **changes):
+def small(router, *, vocabulary=VOCABULARY, norm=None, arguments=None, seed=0, **changes):
     """A seeded GPTModel that is an OLMoE; without ``router``, one with Megatron's own."""
     config = configuration(**changes)
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS, qk_layernorm=True, normalization="RMSNorm")
@@ -86,15 +91,22 @@ def small(router, *, vocabulary=VOCABULARY, norm=None, **changes):
         layer = spec.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = norm
         transformer_block.LayerNormImpl = norm
-    torch.manual_seed(0)
-    return GPTModel(
-        config,
-        spec,
-        vocab_size=vocabulary,
-        max_sequence_length=64,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
+    torch.manual_seed(seed)
+    return GPTModel(config, spec, **{"vocab_size": vocabulary} | ARGUMENTS | (arguments or {}))
+
+
+def scale(model):
+    """Draw all weights anew by name and shape, large enough for every part to matter."""
+    with torch.no_grad():
+        for name, p in [*model.named_parameters(), *model.named_buffers()]:
+            drawn = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
+            if "norm" in name:
+                p.copy_(1 + 0.2 * drawn)
+            elif p.ndim > 1:
+                p.copy_(drawn * (0.5 if "embedding" in name else 2 / p.shape[-1] ** 0.5))
+            else:
+                p.copy_(drawn)
+    return model
 
 
 def logged_losses():

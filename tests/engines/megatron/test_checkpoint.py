@@ -1,9 +1,10 @@
 """Trained in Megatron: the Hugging Face folder gives the same logits and our commands read it."""
 
-import copy
+from functools import partial
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.engines.engines import (
     SIPS,
@@ -14,7 +15,7 @@ from tests.engines.engines import (
 )
 from tests.training.evaluation.conftest import small_tokenizer
 
-from .models import VOCABULARY, forward, one_rank, small
+from .models import EXPERTS, LAYERS, VOCABULARY, forward, one_rank, scale, small
 
 from l2r.engines.olmoe_tensors import copy_all  # isort: skip
 from l2r.engines.megatron.checkpoint import (  # isort: skip
@@ -94,9 +95,10 @@ def test_the_names_of_transformer_engine_are_known():
         assert torch.equal(value, 2 * expected[name]), name
 
 
-def test_a_sigmoid_router_keeps_its_selection_bias_and_scale():
+@pytest.mark.parametrize("own", [{}, {"selection_bias": False}])
+def test_a_sigmoid_router_keeps_its_selection_bias_and_scale(own):
     model = small(
-        {"kind": "sigmoid"},
+        {"kind": "sigmoid", **own},
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
         moe_router_topk_scaling_factor=2.5,
@@ -106,43 +108,76 @@ def test_a_sigmoid_router_keeps_its_selection_bias_and_scale():
         layer.mlp.router.expert_bias.normal_()
     made = to_hugging_face(model)
     assert made.config.router["scale"] == 2.5 and made.config.router["normalize_weights"]
+    assert made.config.router["selection_bias"]
     ids = periodic(2, 16, VOCABULARY)
     with torch.no_grad():
         assert_close(forward(model.eval(), ids), made(ids).logits)
+    for layer in model.decoder.layers:
+        layer.mlp.router.expert_bias.zero_()
+    load_hugging_face(model, made)
+    for layer, ours in zip(model.decoder.layers, made.model.layers, strict=True):
+        bias = layer.mlp.router.expert_bias
+        assert bias.any() and torch.equal(bias, ours.mlp.gate.e_score_correction_bias)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"moe_router_score_function": "sigmoid"}, "no l2r_sips router selects by itself"),
-        ({"moe_router_topk_scaling_factor": 2.0}, "no l2r_sips router selects by itself"),
-        ({"activation_func": torch.nn.functional.gelu}, "activation_func must be"),
-        ({"rotary_interleaved": True}, "rotary_interleaved must be False"),
-    ],
-)
-def test_what_the_checkpoint_would_not_be_is_refused(changes, message):
+def test_a_refused_export_says_what_to_set_and_copies_nothing():
+    """Every other setting is in test_settings.py."""
+    wrong = {"moe_router_score_function": "sigmoid"}
+    message = "must be softmax with a l2r_sips router .* 'sigmoid' has one with {'kind': 'sigmoid'}"
     with pytest.raises(ValueError, match=message):
-        to_hugging_face(small(SIPS, **changes))
+        to_hugging_face(small(SIPS, **wrong))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("glu_linear_offset", 1.0),
-        ("activation_func_clamp_value", 7.0),
-        ("softmax_type", "off-by-one"),
-        ("moe_apply_probs_on_input", True),
-        ("no_rope_freq", [1, 0]),
-        ("use_mup", True),
-        ("moe_mlp_glu_interleave_size", 8),
-    ],
-)
-def test_what_changes_the_model_and_none_of_its_tensors_is_refused(model, name, value, monkeypatch):
-    changed = copy.copy(model.config)
-    setattr(changed, name, value)
-    monkeypatch.setattr(model, "config", changed)
-    with pytest.raises(ValueError, match=f"{name} must be .* got {name}="):
+def test_an_export_that_would_differ_is_refused(monkeypatch):
+    """What no setting tells, the proof sees: here a forward that somebody replaced."""
+    model = small(SIPS)
+    plain = model.forward
+    monkeypatch.setattr(model, "forward", lambda *args: plain(*args) * 1.01)
+    with pytest.raises(ValueError, match="a logit differs by"):
         to_hugging_face(model)
+
+
+def test_positions_are_those_of_the_model_and_the_proof_covers_them(monkeypatch):
+    model, seen = small(SIPS), []
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    assert to_hugging_face(model).config.max_position_embeddings == 64
+    assert to_hugging_face(model, max_position_embeddings=96).config.max_position_embeddings == 96
+    assert [shape[-1] for shape in seen] == [64, 96]
+
+
+def test_tied_embeddings_are_exported_and_read_back(tmp_path):
+    model = small(SIPS, arguments={"share_embeddings_and_output_weights": True})
+    scale(model)
+    made = to_hugging_face(model)
+    made.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    ids = periodic(2, 16, VOCABULARY)
+    with torch.no_grad():
+        assert_close(forward(model.eval(), ids), loaded(ids).logits, room=1e-5)
+    other = small(SIPS, arguments={"share_embeddings_and_output_weights": True})
+    assert not torch.equal(other.shared_embedding_or_output_weight(), loaded.lm_head.weight)
+    load_hugging_face(other, loaded)
+    assert_equal_states(other, model)
+    with pytest.raises(ValueError, match="share_embeddings_and_output_weights must be False"):
+        load_hugging_face(other, to_hugging_face(small(SIPS)))
+
+
+def test_every_tensor_of_a_checkpoint_arrives_and_experts_first_of_all():
+    """Megatron-LM#5844: its converter left the experts as they were built, without a word."""
+    source = to_hugging_face(scale(small(SIPS)))
+    model = small(SIPS)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    load_hugging_face(model, source)
+    assert sum(".experts." in name for name in before) == 2 * LAYERS * EXPERTS
+    for name, p in model.named_parameters():
+        assert not torch.equal(p, before[name]), name
+    stacked = {n: v for n, v in model.state_dict().items() if ".local_experts." not in n}
+    for layer in range(LAYERS):
+        stacked[f"decoder.layers.{layer}.mlp.experts.weight1"] = torch.zeros(EXPERTS, 32, 32)
+    for to_engine in (True, False):
+        with pytest.raises(ValueError, match=r"the engine must hold .*experts\."):
+            copy_all(source, stacked, partial(_pairs, model), to_engine=to_engine)
 
 
 def test_normalization_is_the_engines():

@@ -185,11 +185,22 @@ def test_what_does_not_fit_is_refused_before_the_forward(change, message):
     assert not ran
 
 
+def test_a_model_without_replay_is_recorded_as_one_with_it():
+    plain, model = small(SIPS).eval(), build().eval()
+    recorded = []
+    for each in (plain, model, plain):
+        with record(each) as recorder, torch.no_grad():
+            forward(each, IDS)
+        recorded.append(recorder.routes())
+    assert recorded[0] == recorded[1] == recorded[2]
+    assert plain.decoder.layers[0].mlp.router.router_replay is None
+
+
 def test_a_model_that_cannot_replay_is_refused():
     off = "moe_enable_routing_replay must be True"
-    with pytest.raises(ValueError, match=off), record(small(SIPS)):
-        pass
     model = build()
+    with pytest.raises(ValueError, match=off), replay(small(SIPS), of_four(model)):
+        pass
     few = drawn([16] * 4, type(of_four(model).fingerprint)(num_experts=3, top_k=2, layers=(0, 1)))
     other = "the same num_experts; got 3 in the routes and 4"
     with pytest.raises(ValueError, match=other), replay(model, few):

@@ -21,15 +21,40 @@ def gather(x, indices, bin_ids, bins, top_k):
 def scatter(x, indices, bin_ids, weights, bins, top_k):
     back = torch.empty_like(x).index_copy(0, indices.long(), x)
     if weights is not None:
-        back = back * weights.unsqueeze(-1)
+        back = (back * weights.unsqueeze(-1)).to(x.dtype)
+    return back.view(-1, top_k, x.shape[-1]).sum(1)
+
+
+def places(indices, bins, bin_size):
+    """For each expert the places in ``indices`` of the tokens within its capacity."""
+    starts = torch.cat([bins.new_zeros(1), bins[:-1]])
+    return [
+        range(int(a), min(int(a) + bin_size, int(b))) for a, b in zip(starts, bins, strict=True)
+    ]
+
+
+def binned_gather(x, indices, bins, bin_size, top_k):
+    out = x.new_zeros(len(bins), bin_size, x.shape[1])
+    for expert, rows in enumerate(places(indices, bins, bin_size)):
+        out[expert, : len(rows)] = x[indices[list(rows)].long() // top_k]
+    return out
+
+
+def binned_scatter(x, indices, weights, bins, top_k):
+    back = x.new_zeros(len(indices), x.shape[-1])
+    for expert, rows in enumerate(places(indices, bins, x.shape[1])):
+        back[indices[list(rows)].long()] = x[expert, : len(rows)]
+    if weights is not None:
+        back = (back * weights.unsqueeze(-1)).to(x.dtype)
     return back.view(-1, top_k, x.shape[-1]).sum(1)
 
 
 def on_cpu():
     ops.gather, ops.scatter = gather, scatter
+    ops.binned_gather, ops.binned_scatter = binned_gather, binned_scatter
 
 
-def small(
+def configuration(
     router,
     *,
     reordered_norm=False,
@@ -38,8 +63,7 @@ def small(
     dropless=True,
     **fields,
 ):
-    """Configuration and model, seeded."""
-    on_cpu()
+    """Configuration of a small model with a router of ours; ``fields`` are the router's."""
     config = TransformerConfig.llama_like_moe(
         d_model=WIDTH,
         vocab_size=vocabulary,
@@ -56,7 +80,14 @@ def small(
     config.block.feed_forward_moe.router = L2RRouterConfig(top_k=TOP_K, router=router, **fields)
     if granularity is not None:
         config.block.feed_forward_moe.lb_loss_granularity = granularity
+    return config
+
+
+def small(router, *, init_device="cpu", **fields):
+    """Configuration and model, seeded."""
+    on_cpu()
+    config = configuration(router, **fields)
     torch.manual_seed(0)
-    model = config.build()
+    model = config.build(init_device=init_device)
     model.init_weights(device=torch.device("cpu"))
     return config, model

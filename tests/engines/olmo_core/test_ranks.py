@@ -16,6 +16,7 @@ from olmo_core.nn.moe import MoELoadBalancingLossGranularity  # isort: skip
 from torch.distributed.device_mesh import init_device_mesh  # isort: skip
 
 from l2r.engines.olmo_core.checkpoint import to_hugging_face  # isort: skip
+from l2r.engines.olmo_core.float32_routers import shard_routers  # isort: skip
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Grouped GEMM not available"),
@@ -74,9 +75,45 @@ def fsdp(rank, folder):
     model.init_weights(device=torch.device("cpu"))  # on shards, as the engine does
     steps, gradients, weights = run(model, [IDS.chunk(2)[rank]])
     save_model_and_optim_state(folder / "dcp", model, steps)
-    made = to_hugging_face(model)
-    assert (made is None) == (rank == 1)
+    exported(model, rank)
+    refused(model)
     return gradients, weights
+
+
+def exported(model, rank):
+    """The export of a model on ranks: proven inside, and its logits once more on rank 0."""
+    modes = [module.training for module in model.modules()]
+    before = {name: type(p) for name, p in model.named_parameters()}
+    made = to_hugging_face(model, max_position_embeddings=64)
+    assert (made is None) == (rank == 1)
+    assert [module.training for module in model.modules()] == modes
+    assert {name: type(p) for name, p in model.named_parameters()} == before
+    with torch.no_grad():
+        logits = whole(model.eval()(IDS))
+        if made is not None:
+            assert_close(made(IDS).logits, logits, room=ROOM)
+    model.train()
+
+
+def refused(model):
+    """What rank 0 finds wrong is raised on every rank, and none waits for another."""
+    rope = model.blocks["1"].attention.rope
+    rope._rotate_half = lambda t: -type(rope)._rotate_half(rope, t)
+    with pytest.raises(ValueError, match=r"at position .* a logit differs"):
+        to_hugging_face(model, max_position_embeddings=64)
+    del rope._rotate_half
+    norm = model.lm_head.norm.weight
+    with torch.no_grad():
+        plain = norm.clone()
+        norm.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"not finite .*lm_head"):
+        to_hugging_face(model, max_position_embeddings=64)
+    with torch.no_grad():
+        norm.copy_(plain)
+    model.blocks["0"].attention.clip_qkv = 1.0
+    with pytest.raises(ValueError, match="clip_qkv must be None"):
+        to_hugging_face(model, max_position_embeddings=64)
+    model.blocks["0"].attention.clip_qkv = None
 
 
 def tensor_parallel(rank):
@@ -84,7 +121,9 @@ def tensor_parallel(rank):
     model.apply_tp(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     torch.manual_seed(7)
     model.init_weights(device=torch.device("cpu"))
-    return run(model, [IDS])[1:]
+    found = run(model, [IDS])[1:]
+    exported(model, rank)
+    return found
 
 
 def expert_parallel(rank):
@@ -95,11 +134,47 @@ def expert_parallel(rank):
     model.apply_fsdp(dp_mesh=mesh)
     torch.manual_seed(7)
     model.init_weights(device=torch.device("cpu"))
-    return run(model, [IDS.chunk(2)[rank]])[1]
+    found = run(model, [IDS.chunk(2)[rank]])[1]
+    exported(model, rank)
+    return found
+
+
+def half_precision(rank, keeps):
+    """Dtypes of a router's weights in the forward pass under OLMo-core's bfloat16 policy."""
+    model = build()
+    if keeps:
+        shard_routers(model)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model.apply_fsdp(dp_mesh=mesh, param_dtype=torch.bfloat16)
+    model.init_weights(device=torch.device("cpu"))
+    seen = set()
+    for block in model.blocks.values():
+        block.router.register_forward_pre_hook(
+            lambda router, args: seen.update(p.dtype for p in router.parameters())
+        )
+    logits = model.eval()(IDS)
+    attention = model.blocks["0"].attention.w_q.weight.dtype
+    if keeps:
+        with pytest.raises(ValueError, match="shard_routers must come before"):
+            shard_routers(model)
+        exported(model, rank) if logits.dtype == torch.float32 else in_half(model)
+    return seen, logits.dtype, attention
+
+
+def in_half(model):
+    """The export of a model that computes in bfloat16 is compared in it."""
+    made = to_hugging_face(model, max_position_embeddings=64)
+    if made is not None:
+        assert {p.dtype for p in made.parameters()} == {torch.float32}
 
 
 def all_three(rank, folder):
-    return {"fsdp": fsdp(rank, folder), "tp": tensor_parallel(rank), "ep": expert_parallel(rank)}
+    return {
+        "fsdp": fsdp(rank, folder),
+        "tp": tensor_parallel(rank),
+        "ep": expert_parallel(rank),
+        "half": [half_precision(rank, keeps) for keeps in (False, True)],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +220,10 @@ def test_expert_parallel_with_fsdp_gives_the_gradients_of_one_process(alone, ran
     expected = {n: g * (2 if ".experts." in n else 1) for n, g in alone[1].items()}
     for rank in ran[0]:
         assert_same(rank["ep"], expected)
+
+
+def test_router_weights_stay_in_float32_under_a_bfloat16_policy(ran):
+    for rank in ran[0]:
+        (rounded, dtype, _), (kept, *_) = rank["half"]
+        assert (rounded, kept) == ({torch.bfloat16}, {torch.float32})
+        assert dtype == torch.bfloat16

@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tests.engines.engines import SIPS, assert_close
 from tests.processes import on_two_ranks
 
-from .models import EXPERTS, UP, WIDTH, X, built, configuration
+from .models import EXPERTS, UP, WIDTH, X, built, configuration, qwen3_configuration, scaled
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -20,6 +20,8 @@ with warnings.catch_warnings():
     from torchtitan.models.common.moe import GroupedExperts
     from torchtitan.models.common.moe_sharding import set_moe_sharding_config
     from torchtitan.models.qwen3.sharding import _GROUPED_EXPERTS_PARAM_LAYOUT
+
+    from l2r.engines.torchtitan.spec import with_routers
 
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast, but the target dtype")
 ROUTER = {**SIPS, "learn_temperature": True}
@@ -165,3 +167,70 @@ def test_a_layer_at_ep_2_answers_and_learns_as_one_process_does(ran, layer, tp, 
             # Experts get their gradient in bf16, which either side rounds by 2^-9 of it.
             room = 2**-8 if ".inner_experts." in name else ROOM
             assert_close(found[name], gradient, name, room=room)
+
+
+def bf16(rank, start, ours):
+    """Choices and dtypes of gates in a model that torchtitan shards with its bfloat16 policy."""
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.models.qwen3 import model_registry
+
+    spec = model_registry("debugmodel_moe")
+    spec.model = qwen3_configuration(ROUTER, dim=64, experts=32, top_k=4)
+    spec = with_routers(spec) if ours else spec
+    model = spec.model.build()
+    model.init_states()
+    model.load_state_dict(start)
+    model = spec.parallelize_fn(
+        model,
+        parallel_dims=dimensions(dp_shard=2),
+        training=TrainingConfig(mixed_precision_param="bfloat16"),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        compile_config=CompileConfig(),
+        ac_config=None,
+        dump_folder="",
+    )
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(True)  # gloo scales no sum
+    gates = [layer.moe.router.gate for layer in model.layers.values()]
+    seen = []
+    for gate in gates:
+        gate.register_forward_hook(
+            lambda gate, args, out: seen.append(
+                ({p.dtype for p in gate.parameters()}, args[0].detach().clone(), out.detach())
+            )
+        )
+    ids = torch.randint(64, (8, 64), generator=torch.Generator().manual_seed(rank))
+    model(ids, torch.arange(64).expand(8, 64), None).float().square().mean().backward()
+    grads = [{n: p.grad.dtype for n, p in gate.named_parameters()} for gate in gates]
+    return seen, grads
+
+
+@pytest.fixture(scope="module")
+def in_bf16(tmp_path_factory):
+    start = scaled(qwen3_configuration(ROUTER, dim=64, experts=32, top_k=4)).state_dict()
+    folders = {ours: tmp_path_factory.mktemp(f"bf16-{ours}") for ours in (False, True)}
+    return {
+        ours: on_two_ranks(bf16, folder, start, ours, within=120)
+        for ours, folder in folders.items()
+    }
+
+
+@pytest.mark.engine("torchtitan", "FSDP")
+def test_gates_stay_in_float32_under_torchtitans_bf16_policy(in_bf16):
+    """Without the plug's parallelize_fn the policy rounds them, and tokens take other experts."""
+    whole = scaled(qwen3_configuration(ROUTER, dim=64, experts=32, top_k=4))
+    share = {}
+    for ours, ranks in in_bf16.items():
+        flips = []
+        for seen, grads in ranks:
+            for number, (dtypes, x, found) in enumerate(seen):
+                assert dtypes == {torch.float32 if ours else torch.bfloat16}
+                with torch.no_grad():
+                    own = whole.layers[str(number)].moe.router.gate(x)
+                first, second = (v.topk(4).indices.sort(-1).values for v in (own, found))
+                flips.append((first != second).any(-1).float().mean())
+            assert all(d == torch.float32 for each in grads for d in each.values())
+        share[ours] = float(torch.stack(flips).mean())
+        print(f"float32 gates {ours}: {share[ours]:.2%} of tokens take other experts")
+    assert share[True] == 0 and share[False] > 0.005, share

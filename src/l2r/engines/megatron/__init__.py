@@ -10,21 +10,30 @@ head of queries and keys, OLMoE all heads together.
 We decide the logits and the router's initial weights. Megatron decides everything after the
 logits: score function, top-k, groups, expert bias, aux and z losses and their logs, dropping,
 replay; and dispatch, recompute and parallelism. OLMoE's rule is ``moe_router_pre_softmax=True``;
-``moe_router_dtype="fp32"`` keeps our logits in fp32 where activations are bf16. Parameters are
-``mlp.router.l2r.*``; Float16Module stores them in bf16, the computation stays in fp32. Megatron
+``moe_router_dtype="fp32"`` keeps our logits in fp32 where activations are bf16, and our parameters,
+``mlp.router.l2r.*``, which Float16Module would round to bf16. They follow from the seed that
+torch's generator got and the number of the layer, on any device. Megatron
 decays matrices and stacks of them, so anchors too. Under tensor parallel with Megatron's own FSDP
 routers are found by the name ``.router.weight``, which ours do not have: not run, do not combine.
+
+Settings that ``checkpoint.to_hugging_face`` would refuse are warned of when the first router of a
+model is built.
 """
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from l2r.engines.engine import engine_router, own_stream, require
+from l2r.engines.megatron.settings import fields_without_export
 from l2r.errors import InputError
+from l2r.hf.models import routers_keep_dtype
+from l2r.routers import Router
 from l2r.routers.norms import sum_over_ranks
 
 require("megatron-core")
@@ -35,6 +44,9 @@ from megatron.core.transformer.module import MegatronModule  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
+
+_STRIDE = 0x9E3779B97F4A7C15  # seeds of neighbours differ in many bits
+_WARNED: WeakValueDictionary[int, Any] = WeakValueDictionary()  # configurations, by their id
 
 
 class L2RTopKRouter(TopKRouter):
@@ -58,18 +70,44 @@ class L2RTopKRouter(TopKRouter):
             )
         del self.weight
         sizes = {"hidden_size": config.hidden_size, "num_experts": config.num_moe_experts}
-        with own_stream():
-            self.l2r = engine_router(router, top_k=config.moe_router_topk, **sizes)
-        self.l2r.to(config.params_dtype)
-        self._mark()
+        self._build = partial(engine_router, router, top_k=config.moe_router_topk, **sizes)
+        self._seed = torch.initial_seed()  # whatever was drawn since
+        with own_stream(self._seed):
+            self.l2r = self._build()
+        if not self._keeps_dtype:
+            self.l2r.to(config.params_dtype)
+        self.reset_parameters()
+        _warn(config, self.l2r)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Take the number of the layer, which Megatron says once it has built the router."""
+        drawn = self.layer_number
+        super().set_layer_number(layer_number)
+        if drawn is None:
+            self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the router; Megatron calls it for models that were built without storage."""
+        """Draw the router, as often as Megatron asks: for models without storage a second time."""
         if "l2r" not in self._modules:
             super().reset_parameters()
             return
-        self.l2r.reset_parameters()
-        self._mark()
+        place = 2 * (self.layer_number or 0) + bool(getattr(self, "is_mtp_layer", False))
+        with own_stream((self._seed + place * _STRIDE) % 2**63), torch.device("cpu"):
+            drawn = self._build().state_dict()
+        if not next(self.l2r.parameters()).is_meta:
+            self.l2r.load_state_dict(drawn)
+        for parameter in self.l2r.parameters():  # gradients are summed over ranks of a sequence
+            parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+
+    @property
+    def _keeps_dtype(self) -> bool:
+        return self.config.moe_router_dtype is not None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "L2RTopKRouter":
+        if not self._keeps_dtype:
+            return super()._apply(fn, recurse)
+        with routers_keep_dtype(self):
+            return super()._apply(fn, recurse)
 
     def gating(self, input: Tensor) -> Tensor:
         """Logits, in the dtype that ``moe_router_dtype`` asks for; that of the input by default."""
@@ -80,10 +118,15 @@ class L2RTopKRouter(TopKRouter):
         logits: Tensor = self.l2r.logits(input.to(torch.promote_types(dtype, input.dtype)))
         return logits.to(dtype).view(*input.shape[:-1], self.config.num_moe_experts)
 
-    def _mark(self) -> None:
-        """Gradients are summed over the ranks that share a sequence."""
-        for parameter in self.l2r.parameters():
-            parameter.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+
+def _warn(config: Any, router: Router) -> None:
+    """Say once a model what has no export, on the first rank."""
+    if _WARNED.get(id(config)) is config:
+        return
+    _WARNED[id(config)] = config
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        for line in fields_without_export(config, router):
+            warnings.warn(line, stacklevel=3)
 
 
 def moe_submodules(layer: Any) -> Any:
@@ -95,13 +138,15 @@ def moe_submodules(layer: Any) -> Any:
 
 
 def plug(spec: Any, router: Mapping[str, Any]) -> int:
-    """Put routers of ours into every MoE layer of a layer or block spec; returns how many.
+    """Put routers of ours into every MoE layer of a spec, in place; returns how many.
 
-    ``router`` is the dictionary form of a RouterConfig. Raises ValueError where there is none.
+    ``spec`` is of a layer, a block or HybridModel's stack. Megatron's ``hybrid_stack_spec`` is one
+    object for the whole process: models that are built from it later get the same routers.
+    ``router`` is the dictionary form of a RouterConfig. Raises ValueError where there is no MoE
+    layer.
     """
-    layers = getattr(spec, "layer_specs", None) or [spec]
     count = 0
-    for layer in layers:
+    for layer in _layer_specs(spec, "moe_layer"):
         submodules = moe_submodules(layer)
         if submodules is not None:
             submodules.router = partial(L2RTopKRouter, router=dict(router))
@@ -109,6 +154,14 @@ def plug(spec: Any, router: Mapping[str, Any]) -> int:
     if not count:
         raise InputError("the spec has no MoE layer to put a router into; set num_experts")
     return count
+
+
+def _layer_specs(spec: Any, hybrid: str) -> list[Any]:
+    """Specs of the layers of a block, the one of a kind in a hybrid stack, or the spec itself."""
+    inside = getattr(spec, "submodules", None)
+    if hasattr(inside, "moe_layer"):
+        return [getattr(inside, hybrid)]
+    return getattr(spec, "layer_specs", None) or [spec]
 
 
 class HeadsNorm(MegatronModule):
@@ -141,9 +194,12 @@ class HeadsNorm(MegatronModule):
 
 
 def olmoe_layer(spec: Any, router: Mapping[str, Any]) -> None:
-    """Make the layers of a spec those of an OLMoE with a router of ours."""
+    """Make the layers of a spec those of an OLMoE with a router of ours; see ``plug``.
+
+    In a hybrid stack a layer is two of Megatron's: ``hybrid_layer_pattern="*E*E"`` has two.
+    """
     plug(spec, router)
-    for layer in getattr(spec, "layer_specs", None) or [spec]:
+    for layer in _layer_specs(spec, "attention_layer"):
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = ModuleSpec(module=HeadsNorm, params={"keys": False})
         attention.k_layernorm = ModuleSpec(module=HeadsNorm, params={"keys": True})

@@ -1,119 +1,146 @@
 """OLMoEs trained in Megatron-core as Hugging Face folders of ours, and back.
 
-    to_hugging_face(model, max_position_embeddings=4096).save_pretrained("out")
+    to_hugging_face(model).save_pretrained("out")
 
-For a GPTModel whose layers ``olmoe_layer`` made, without its wrappers (DDP, Float16Module), on
-one rank: a distributed checkpoint of several ranks is first loaded into such a model, as Megatron
-does by itself. Capacity drops tokens in Megatron; the Hugging Face model drops none.
+For a GPTModel or HybridModel whose layers ``olmoe_layer`` made, without its wrappers (DDP,
+Float16Module), on one rank: a distributed checkpoint of several ranks is first loaded into such a
+model, as Megatron does by itself.
 """
 
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor
 
 from l2r.engines.engine import selecting_as
 from l2r.engines.megatron import HeadsNorm, L2RTopKRouter
+from l2r.engines.megatron.routes import record
+from l2r.engines.megatron.settings import (
+    arguments_without_export,
+    check_exportable,
+    fields_without_export,
+    rope_parameters,
+    selection_rule,
+)
 from l2r.engines.olmoe_tensors import Pair, Tensors, copy_all, olmoe, router_pairs
+from l2r.engines.proof import prove
 from l2r.errors import InputError
-from l2r.routers.selection_rule import Selection
-
-# What an OLMoE has; other values of these fields make another model, not always one with other
-# tensors. The last two are not there in the oldest Megatron.
-_FIXED = {
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "activation_func": nn.functional.silu,
-    "layernorm_zero_centered_gamma": False,
-    "apply_residual_connection_post_layernorm": False,
-    "rotary_interleaved": False,
-    "window_size": None,
-    "softmax_scale": None,
-    "softmax_type": "vanilla",
-    "no_rope_freq": None,
-    "glu_linear_offset": 0.0,
-    "activation_func_clamp_value": None,
-    "moe_apply_probs_on_input": False,
-    "moe_router_num_groups": None,
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "moe_mlp_glu_interleave_size": None,
-    "use_mup": False,
-}
+from l2r.routers.observe import evaluating
 
 
 def to_hugging_face(model: Any, **settings: Any) -> Any:
-    """A GPTModel of one rank as L2rOlmoeForCausalLM, in fp32.
+    """A GPTModel or HybridModel of one rank as L2rOlmoeForCausalLM, in fp32.
 
-    ``settings`` are further fields of its configuration (max_position_embeddings, token ids).
-    Raises ValueError for a model that is not an OLMoE, or whose routers select in a way that
-    the checkpoint would not.
+    ``settings`` are further fields of its configuration (token ids); ``max_position_embeddings`` is
+    the model's ``max_sequence_length`` by default. Both models run on so many random tokens, and
+    must give the same logits.
+    Raises ValueError for a model that is not an OLMoE, or that the folder would not equal.
     """
     c, router = model.config, _check(model)
-    softmax = c.moe_router_score_function == "softmax"
-    rule = Selection(
-        gate=c.moe_router_score_function,
-        normalize=not c.moe_router_pre_softmax if softmax else c.moe_router_topk > 1,
-        scale=c.moe_router_topk_scaling_factor or 1.0,
-        bias="expert_bias" if c.moe_router_enable_expert_bias else None,
-    )
+    sizes = {"max_position_embeddings": model.max_sequence_length} | settings
     made = olmoe(
-        selecting_as(router.l2r, rule),
+        selecting_as(router.l2r, selection_rule(c)),
         vocab_size=model.embedding.word_embeddings.weight.shape[0],
         hidden_size=c.hidden_size,
         intermediate_size=c.moe_ffn_hidden_size,
-        num_hidden_layers=c.num_layers,
+        num_hidden_layers=len(_layers(model)),
         num_attention_heads=c.num_attention_heads,
         num_key_value_heads=c.num_query_groups,
         num_experts=c.num_moe_experts,
         num_experts_per_tok=c.moe_router_topk,
         rms_norm_eps=c.layernorm_epsilon,
-        rope_parameters={"rope_type": "default", "rope_theta": float(model.rotary_base)},
+        rope_parameters=rope_parameters(model),
         tie_word_embeddings=model.share_embeddings_and_output_weights,
-        **settings,
+        **sizes,
     )
     copy_all(made, model.state_dict(), partial(_pairs, model))
-    return made.eval()
+    made.eval()
+    with evaluating(model):
+        positions = made.config.max_position_embeddings
+        routes = None if c.moe_router_fusion else record(model)
+        prove(partial(_forward, model), made, positions=positions, record=routes)
+    return made
+
+
+def without_export(model: Any) -> list[str]:
+    """A line for each setting of a model that ``to_hugging_face`` would refuse, on any rank.
+
+    Before the training; the plug has already warned of those in the configuration.
+    """
+    routers = [module for module in model.modules() if isinstance(module, L2RTopKRouter)]
+    fields = fields_without_export(model.config, routers[0].l2r) if routers else []
+    return fields + arguments_without_export(model)
+
+
+def _forward(model: Any, ids: Tensor) -> Tensor:
+    """Logits [1, S, V] of ids [1, S]."""
+    length, device = ids.shape[1], model.embedding.word_embeddings.weight.device
+    places = torch.arange(length, device=device).unsqueeze(0)
+    hidden = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+    logits: Tensor = model(ids.to(device), places, hidden)
+    return logits
 
 
 def load_hugging_face(model: Any, source: Any) -> None:
-    """Fill a GPTModel of one rank from a Hugging Face model of the same sizes."""
+    """Fill a model of one rank from a Hugging Face model of the same sizes."""
     _check(model)
     copy_all(source, model.state_dict(), partial(_pairs, model), to_engine=True)
 
 
 def _check(model: Any) -> L2RTopKRouter:
     """First router of an OLMoE of ours. Raises ValueError for another model."""
-    for name, wanted in _FIXED.items():
-        value = getattr(model.config, name, wanted)
-        if value != wanted:
-            raise InputError(f"{name} must be {wanted} to convert an OLMoE; got {name}={value}")
-    for number, layer in enumerate(model.decoder.layers):
-        attention, router = layer.self_attention, getattr(layer.mlp, "router", None)
-        ours = isinstance(router, L2RTopKRouter) and isinstance(attention.q_layernorm, HeadsNorm)
-        if not ours:
+    routers = [module for module in model.modules() if isinstance(module, L2RTopKRouter)]
+    for number, (attention, mlp) in enumerate(_layers(model)):
+        router = getattr(mlp.mlp, "router", None)
+        norm = getattr(attention.self_attention, "q_layernorm", None)
+        if not (isinstance(router, L2RTopKRouter) and isinstance(norm, HeadsNorm)):
             raise InputError(f"every layer must come from olmoe_layer; layer {number} does not")
-    first: L2RTopKRouter = model.decoder.layers[0].mlp.router
-    return first
+    check_exportable(model, routers[0].l2r)
+    return routers[0]
+
+
+def _layers(model: Any) -> list[tuple[Any, Any]]:
+    """The layer with the attention and that with the experts of each layer of an OLMoE."""
+    layers = list(model.decoder.layers)
+    pattern = getattr(model, "hybrid_layer_pattern", None)
+    if pattern is None:
+        return [(layer, layer) for layer in layers]
+    if not layers or pattern != "*E" * (len(layers) // 2):
+        raise InputError(
+            "hybrid_layer_pattern must be *E for each layer of an OLMoE, *E*E for two; "
+            f"got {pattern}"
+        )
+    return list(zip(layers[::2], layers[1::2], strict=True))
 
 
 def _pairs(model: Any, ours: Tensors, theirs: Tensors) -> Iterator[Pair]:
     """Pair every tensor of a Hugging Face model with that of the engine, as views."""
     c, heads = model.config, model.config.num_attention_heads // model.config.num_query_groups
-    yield ours.take("model.embed_tokens.weight"), theirs.take("embedding.word_embeddings.weight")
-    yield ours.take("model.norm.weight"), theirs.take("decoder.final_layernorm.weight")
-    yield ours.take("lm_head.weight"), theirs.take("output_layer.weight")
-    for index, layer in enumerate(model.decoder.layers):
-        here, there = f"model.layers.{index}.", f"decoder.layers.{index}."
-        attention, mlp = f"{there}self_attention.", f"{there}mlp."
+    embedding = ours.take("model.embed_tokens.weight")
+    yield embedding, theirs.take("embedding.word_embeddings.weight")
+    hybrid = hasattr(model, "hybrid_layer_pattern")
+    norm = "final_norm" if hybrid else "final_layernorm"
+    yield ours.take("model.norm.weight"), theirs.take(f"decoder.{norm}.weight")
+    head = ours.take("lm_head.weight")
+    if not model.share_embeddings_and_output_weights:
+        yield head, theirs.take("output_layer.weight")
+    elif head.data_ptr() != embedding.data_ptr() and not torch.equal(head, embedding):
+        raise InputError(
+            "share_embeddings_and_output_weights must be False for a model whose output weights "
+            "are not its embeddings; got True"
+        )
+    for index, (_, layer) in enumerate(_layers(model)):
+        here, there = f"model.layers.{index}.", f"decoder.layers.{index * (1 + hybrid)}."
+        experts = f"decoder.layers.{2 * index + 1}." if hybrid else there
+        attention, mlp = f"{there}self_attention.", f"{experts}mlp."
         # Transformer Engine keeps the first norm inside the projection that follows it.
         inside = attention + "linear_qkv.layer_norm_weight"
         norm = inside if inside in theirs.left else there + "input_layernorm.weight"
         yield ours.take(here + "input_layernorm.weight"), theirs.take(norm)
         for name, other in (
-            ("post_attention_layernorm", there + "pre_mlp_layernorm"),
+            ("post_attention_layernorm", experts + "pre_mlp_layernorm"),
             ("self_attn.o_proj", attention + "linear_proj"),
             ("self_attn.q_norm", attention + "q_layernorm"),
             ("self_attn.k_norm", attention + "k_layernorm"),

@@ -1,10 +1,10 @@
 """Record and replay in Megatron-core, by its own RouterReplay.
 
-    with record(model) as recorder:          # moe_enable_routing_replay=True in its configuration
+    with record(model) as recorder:
         model(ids, positions, mask)
     routes = recorder.routes()
-    with replay(model, routes):              # inside it, forward and backward
-        ...
+    with replay(model, routes):              # moe_enable_routing_replay=True in its configuration
+        ...                                  # inside it, forward and backward
 
 RouterReplay has a list of all routers of a process, in the order in which they were made, and one
 action for all. Here those of one model are used, by the number of their layer, so that others go on
@@ -38,8 +38,8 @@ def record(model: nn.Module) -> AbstractContextManager[Recorder]:
 
     Every call is a batch of token ids [rows, columns]. Works with Megatron's routers and ours, and
     with tensor and sequence parallel, where all ranks must ask for the routes; under pipeline
-    parallel each rank records its layers. Raises ValueError for a model without routers, without
-    ``moe_enable_routing_replay`` and with context parallel or fused routing.
+    parallel each rank records its layers. Raises ValueError for a model without routers, and with
+    context parallel or fused routing.
     """
     return recording(model, *_seats(model, _recording))
 
@@ -50,44 +50,61 @@ def replay(
     """Let ``model`` take the experts of ``routes`` inside the block, its backward pass included.
 
     Calls read the sequences in their order, one a row, padded on ``side``. Weights come from the
-    live scores by Megatron's rule. Raises ValueError as ``record``, and before the forward for
-    routes that do not fit the model or a call.
+    live scores by Megatron's rule. Raises ValueError as ``record``, without
+    ``moe_enable_routing_replay``, and before the forward for routes that do not fit the model or a
+    call.
     """
-    return replaying(model, *_seats(model, _replaying), routes, side)
+    seats = _seats(model, _replaying, moe_enable_routing_replay=True)
+    return replaying(model, *seats, routes, side)
 
 
 def _seats(
-    model: nn.Module, maker: Callable[[Any], Callable[[Choose], _TopK]]
+    model: nn.Module, maker: Callable[[Any], Seat], **wanted: Any
 ) -> tuple[dict[int, Seat], Fingerprint]:
     routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
     if not routers:
         raise InputError("the model has no router of Megatron-core's")
     config: Any = routers[0].config
-    wanted = {
-        "moe_enable_routing_replay": True,
-        "moe_router_fusion": False,
-        "context_parallel_size": 1,
-    }
-    for name, value in wanted.items():
+    for name, value in {"moe_router_fusion": False, "context_parallel_size": 1, **wanted}.items():
         if getattr(config, name, value) != value:
             raise InputError(
                 f"{name} must be {value} to record or replay; got {getattr(config, name)}"
             )
-    seats = {
-        router.layer_number - 1: Seat(router.router_replay, "get_replay_topk", maker(router))
-        for router in routers
-    }
+    # A hybrid model counts attention and experts as two layers; elsewhere they are one.
+    hybrid = getattr(model, "hybrid_layer_pattern", None)
+    numbers = {router: router.layer_number - 1 for router in routers}
+    if hybrid is not None:
+        hybrid = hybrid.partition("/")[0].replace("|", "")
+        numbers = {router: hybrid[:number].count("E") for router, number in numbers.items()}
+    seats = {number: maker(router) for router, number in numbers.items()}
     sizes = Fingerprint(
         num_experts=config.num_moe_experts,
         top_k=config.moe_router_topk,
         layers=tuple(sorted(seats)),
-        hidden_layers=config.num_layers,
+        hidden_layers=config.num_layers if hybrid is None else hybrid.count("E"),
     )
     return seats, sizes
 
 
-def _recording(router: Any) -> Callable[[Choose], _TopK]:
+class _Listening:
+    """What a router without a RouterReplay asks which experts to take: its own."""
+
+    def __init__(self, router: Any, choose: Choose) -> None:
+        self.router, self.choose = router, choose
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, compute: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and indices of the k best, as Megatron computes them."""
+        weights, own = compute(scores, topk, num_groups, group_topk)
+        self.choose(own, _part(self.router.config))
+        return weights, own
+
+
+def _recording(router: Any) -> Seat:
     own_replay = router.router_replay
+    if own_replay is None:
+        return Seat(router, "router_replay", lambda choose: _Listening(router, choose))
     plain = own_replay.get_replay_topk
 
     def make(choose: Choose) -> _TopK:
@@ -98,10 +115,10 @@ def _recording(router: Any) -> Callable[[Choose], _TopK]:
 
         return get_replay_topk
 
-    return make
+    return Seat(own_replay, "get_replay_topk", make)
 
 
-def _replaying(router: Any) -> Callable[[Choose], _TopK]:
+def _replaying(router: Any) -> Seat:
     own_replay = router.router_replay
     plain = type(own_replay).get_replay_topk
 
@@ -127,7 +144,7 @@ def _replaying(router: Any) -> Callable[[Choose], _TopK]:
 
         return get_replay_topk
 
-    return make
+    return Seat(own_replay, "get_replay_topk", make)
 
 
 def _part(config: Any) -> Part:

@@ -1,17 +1,18 @@
 """Our routers in OLMo-core's MoE transformers, and their checkpoints to and from Hugging Face.
 
     config = TransformerConfig.olmoe_1B_7B(vocab_size=50304)
-    config.block.feed_forward_moe.router = L2RRouterConfig(
-        top_k=8, router={"kind": "l2r_sips", "rank": 2, "heads": 16}
-    )
+    plug(config, {"kind": "l2r_sips", "rank": 2, "heads": 16})  # of l2r.engines.olmo_core.settings
 
-We decide the logits and the router's initial weights. OLMo-core decides everything after the
+``plug`` puts an ``L2RRouterConfig`` into every MoE block. We decide the logits and the router's
+initial weights, which ``init_seed`` of the model gives. OLMo-core decides everything after the
 logits: gating function, top-k, normalization, jitter, selection bias (``bias_gamma``), both
 losses and their metrics; and dispatch, capacity, recompute and parallelism. Parameters are flat
 vectors, as it wants them for FSDP, named as ours with underscores for dots. It decays them all:
 ``OptimGroupOverride(params=["*.router.anchors"], opts={"weight_decay": 0.0})`` spares anchors.
 """
 
+import copy
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,11 +52,19 @@ class L2RRouterConfig(MoERouterConfig):
         init_device: str = "cpu",
         **losses: Any,
     ) -> "L2RMoERouter":
-        """The router of one layer; called by the engine's MoE module."""
+        """The router of one layer; called by the engine's MoE module.
+
+        Warns in one line of each of its settings that has no export to Hugging Face.
+        """
+        from l2r.engines.olmo_core.settings import router_lines  # which imports this module
+
         options = self.as_dict(exclude_none=True, exclude=("name", "dtype"), recurse=False)
         options |= losses | {"d_model": d_model, "num_experts": num_experts}
         dtype = dtype if self.dtype is None else self.dtype.as_pt()
-        return L2RMoERouter(dtype=dtype, init_device=init_device, **options)
+        router = L2RMoERouter(dtype=dtype, init_device=init_device, **options)
+        for line in router_lines(router):
+            warnings.warn(line, stacklevel=2)
+        return router
 
 
 class L2RMoERouter(MoERouter):
@@ -79,8 +88,7 @@ class L2RMoERouter(MoERouter):
             flat = torch.empty(shape.numel(), device=init_device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(flat))
         if not hasattr(self, "weight"):
-            # The engine's init_weights writes to ``weight``, which linear routers alone have.
-            self.weight = torch.empty(0)
+            self.weight = _Weight.of(self)
         self.reset_parameters()
 
     @property
@@ -93,6 +101,17 @@ class L2RMoERouter(MoERouter):
     def reset_parameters(self) -> None:
         """Initialize the part of the router on this rank as our own models initialize it."""
         super().reset_parameters()
+        self.draw()
+
+    @torch.no_grad()
+    def draw(self, generator: torch.Generator | None = None) -> None:
+        """Draw the part of the router on this rank, from the engine's generator where it is given.
+
+        Ranks whose generators are alike draw the same router.
+        """
+        if generator is not None:
+            drawn = torch.randint(2**62, (), generator=generator, device=generator.device)
+            self.plug.reseed(int(drawn), 0)
         for name, value in self.plug.draw().items():
             mine = getattr(self, name)
             whole = value.to(mine.device, mine.dtype).flatten()
@@ -109,6 +128,39 @@ class L2RMoERouter(MoERouter):
         for name, value in list(self.named_parameters()):
             whole = distribute_tensor(value.data, tp_mesh, [Replicate()])
             self.register_parameter(name, nn.Parameter(whole))
+
+
+class _Weight(Tensor):
+    """Empty tensor in the place of a linear router's weight, which others of ours do not have.
+
+    The engine's ``init_weights`` draws a router's weight from its generator, of ``init_seed``;
+    drawing this one draws the parameters of its router.
+    """
+
+    router: "L2RMoERouter"
+
+    @classmethod
+    def of(cls, router: "L2RMoERouter") -> "_Weight":
+        """The one of a router."""
+        made = torch.empty(0).as_subclass(cls)
+        made.router = router
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        generator = (kwargs or {}).get("generator")
+        if generator is None:
+            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        args[0].router.draw(generator)
+        return args[0]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Weight":
+        return _Weight.of(copy.deepcopy(self.router, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _Weight.of, (self.router,)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -5,8 +5,7 @@
         model.save_pretrained("out")
 
 Blocks named ``moe`` become L2rOlmoe; ``moe_reordered_norm``, which OLMo-core's own
-``olmoe_1B_7B`` has, becomes FlexOlmo with our routers. Works on plain, FSDP2 and TP models.
-Experts with a capacity drop tokens in OLMo-core; the Hugging Face model drops none.
+``olmoe_1B_7B`` has, becomes FlexOlmo with our routers. Works on plain, FSDP2, EP and TP models.
 """
 
 from collections.abc import Iterator
@@ -14,18 +13,36 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict as sharded
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from l2r.engines.engine import selecting_as
-from l2r.engines.olmo_core import L2RMoERouter
-from l2r.engines.olmoe_tensors import Pair, Tensors, copy_all, olmoe, router_pairs
-from l2r.errors import InputError
-from l2r.routers.selection_rule import Selection
+from l2r.engines.olmo_core.routes import record
+from l2r.engines.olmo_core.settings import (
+    blocks_of,
+    check_exportable,
+    hugging_face_sizes,
+    plug_of,
+    post_norm,
+    router_config,
+)
+from l2r.engines.olmoe_tensors import (
+    Pair,
+    Tensors,
+    check_sizes,
+    copy_all,
+    olmoe,
+    olmoe_config,
+    router_pairs,
+)
+from l2r.engines.proof import ask, compare, on_first_rank
+from l2r.routers.observe import evaluating
 
 from olmo_core.nn.moe.mlp import DroplessMoEMLP  # isort: skip  # after our check of its version
-from olmo_core.nn.transformer.block import MoEReorderedNormTransformerBlock  # isort: skip
 
+# Settings of a Hugging Face model that OLMo-core has not, or has elsewhere.
+PLAIN = {"clip_qkv": None, "attention_bias": False, "hidden_act": "silu"}
 _MODEL = {
     "model.embed_tokens.weight": "embeddings.weight",
     "model.norm.weight": "lm_head.norm.weight",
@@ -46,98 +63,84 @@ _POST = {
 }
 
 
-def to_hugging_face(model: nn.Module, **settings: Any) -> Any:
+def to_hugging_face(model: Any, **settings: Any) -> Any:
     """The model on Hugging Face, in fp32 on the CPU; None on ranks other than 0.
 
-    ``settings`` are further fields of its configuration (max_position_embeddings, token ids).
-    Raises ValueError for a model that is no OLMoE, or whose routers select otherwise.
+    Every rank calls it. ``settings`` are further fields of its configuration
+    (max_position_embeddings, token ids). The two models are compared on one row of random tokens,
+    as many as max_position_embeddings; see l2r.engines.proof. Raises InputError, on every rank,
+    for settings that have no export (``unexportable``), and where logits differ.
     """
-    block, post_norm = _block(model)
-    attention, mlp = block.attention, block.feed_forward_moe
-    normalize = mlp.router.normalize_expert_weights
-    if normalize not in (None, 1.0):
-        raise InputError(f"normalize_expert_weights must be None or 1; got {normalize}")
-    rule = Selection(
-        gate=str(mlp.router.gating_function),  # type: ignore[arg-type]
-        normalize=normalize is not None,
-        bias=None if mlp.router.bias_gamma is None else "score_bias",
-    )
-    sizes = {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.d_model,
-        "intermediate_size": mlp.experts.mlp.hidden_size,
-        "num_hidden_layers": model.n_layers,
-        "num_attention_heads": attention.n_heads,
-        "num_key_value_heads": attention.n_kv_heads,
-        "num_experts": mlp.num_experts,
-        "num_experts_per_tok": mlp.top_k,
-        "rms_norm_eps": block.feed_forward_norm.eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(attention.rope.theta)},
-        "tie_word_embeddings": model.tie_word_embeddings,
-    }
-    if attention.clip_qkv is not None:
-        sizes["clip_qkv"] = attention.clip_qkv
-    config = selecting_as(mlp.router.plug.router, rule)
+    check_exportable(model)
+    sizes = hugging_face_sizes(model) | settings
+    reordered = post_norm(model)
     options = sharded.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = sharded.get_model_state_dict(model, options=options)
-    if not state:
-        return None
-    made = olmoe(config, post_norm=post_norm, **sizes, **settings)
-    copy_all(made, state, partial(_pairs, model))
-    return made.eval()
+    positions = olmoe_config(post_norm=reordered, **sizes).max_position_embeddings
+    with evaluating(model):
+        logits = partial(_logits, model)
+        answer = ask(logits, model.vocab_size, positions=positions, record=record(model))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # those that a forward pass leaves whole
+            module.reshard()
+
+    def made() -> Any:
+        config = router_config(blocks_of(model)[0].feed_forward_moe.router)
+        exported = olmoe(config, post_norm=reordered, **sizes)
+        copy_all(exported, state, partial(_pairs, model))
+        compare(answer, exported)
+        return exported.eval()
+
+    return on_first_rank(made)
 
 
-def load_hugging_face(model: nn.Module, source: Any) -> None:
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    logits: Tensor = model(ids.to(model.device))
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
+def load_hugging_face(model: Any, source: Any) -> None:
     """Fill an OLMo-core model, sharded or not, from a Hugging Face model of the same sizes.
 
-    With several ranks, ``source`` is read on rank 0 alone.
+    Every rank calls it; with several, ``source`` is read on rank 0 alone. Routers are ours, or
+    OLMo-core's own linear ones for a stock OLMoE. Raises InputError, on every rank and before
+    anything is copied, where sizes, rotary frequencies or tensors of the two differ.
     """
-    _block(model)
     options = sharded.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = sharded.get_model_state_dict(model, options=options)
-    if state:
+    sizes = hugging_face_sizes(model) | PLAIN
+    router = blocks_of(model)[0].feed_forward_moe.router
+
+    def copy() -> None:
+        if source.config.model_type == "olmoe":  # routers of ours say it themselves
+            sizes["norm_topk_prob"] = router.normalize_expert_weights is not None
+        check_sizes(source.config, sizes)
         copy_all(source, state, partial(_pairs, model), to_engine=True)
+
+    on_first_rank(copy)
     shared = dist.is_available() and dist.is_initialized()
     options = sharded.StateDictOptions(full_state_dict=True, broadcast_from_rank0=shared)
     sharded.set_model_state_dict(model, state, options=options)
 
 
-def _block(model: Any) -> tuple[Any, bool]:
-    """First block, and whether norms follow the sublayers. ValueError for what is no OLMoE."""
-    first = model.blocks["0"]
-    post_norm = isinstance(first, MoEReorderedNormTransformerBlock)
-    for block in model.blocks.values():
-        alike = isinstance(block, MoEReorderedNormTransformerBlock) == post_norm
-        if not alike or not isinstance(getattr(block, "router", None), L2RMoERouter):
-            raise InputError(
-                "every block must be of one kind and have an L2RMoERouter; got "
-                f"{type(block).__name__} with {type(getattr(block, 'router', None)).__name__}"
-            )
-        attention = block.attention
-        for name, value in (
-            ("rope.scaling", attention.rope.scaling),
-            ("window_size", attention.window_size),
-            ("softmax_scale", attention.backend.scale),
-            ("embed_scale", model.embed_scale),
-        ):
-            if value is not None:
-                raise InputError(f"{name} must be None in an OLMoE; got {name}={value}")
-    return first, post_norm
-
-
 def _pairs(model: Any, ours: Tensors, theirs: Tensors) -> Iterator[Pair]:
     """Pair every tensor of a Hugging Face model with that of the engine, as views."""
-    names = _LAYER | (_POST if _block(model)[1] else _PRE)
+    names = _LAYER | (_POST if post_norm(model) else _PRE)
     for here, there in _MODEL.items():
+        if there == "lm_head.w_out.weight" and model.tie_word_embeddings:
+            ours.drop(here)
+            theirs.drop(there)
+            continue
         yield ours.take(here), theirs.take(there)
-    for index, block in enumerate(model.blocks.values()):
+    for index, block in enumerate(blocks_of(model)):
         layer, name = f"model.layers.{index}.", f"blocks.{index}."
         for here, there in names.items():
             yield ours.take(layer + here), theirs.take(name + there)
         name += "feed_forward_moe."
-        plug = block.router.plug
+        router = block.feed_forward_moe.router
+        plug = plug_of(router)
         flat = {here: f"{name}router.{there}" for there, here in plug.names.items()}
-        bias = None if block.router.bias_gamma is None else f"{name}router.score_bias"
+        bias = None if router.bias_gamma is None else f"{name}router.score_bias"
         yield from router_pairs(plug.router, f"{layer}mlp.gate.", ours, theirs, flat, bias)
         gate_up = ours.take(layer + "mlp.experts.gate_up_proj")
         gate, up = gate_up.chunk(2, dim=1)  # [N, F, D] each

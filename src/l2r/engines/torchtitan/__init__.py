@@ -24,13 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from l2r.engines.engine import Plug, require
-from l2r.errors import InputError
 
 require("torchtitan")
 
 from torchtitan.config import override  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
-from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter  # noqa: E402
 from torchtitan.protocols.module import Module  # noqa: E402
 
 
@@ -97,30 +95,3 @@ def plug_of(config: L2RGate.Config, *, seed: int | None = None) -> Plug:
     """The router of a configuration. Experts are chosen elsewhere, so all may be."""
     n, sizes = config.out_features, {"hidden_size": config.in_features}
     return Plug(config.router, seed=seed, num_experts=n, top_k=n, **sizes)
-
-
-class L2RQwen3StateDictAdapter(Qwen3StateDictAdapter):
-    """Qwen3's state-dict adapter, extended by the parameters of our gates."""
-
-    def __init__(self, model_config: Any, hf_assets_path: str | None) -> None:
-        super().__init__(model_config, hf_assets_path)
-        gates = [layer.moe.router.gate for layer in model_config.layers if layer.moe is not None]
-        ours = {str(gate.router): gate for gate in gates if isinstance(gate, L2RGate.Config)}
-        for config in ours.values():
-            self.from_hf_map.pop("model.layers.{}.mlp.gate.weight", None)
-            for flat, name in plug_of(config, seed=0).names.items():
-                there = f"layers.{{}}.moe.router.gate.{flat}"
-                self.from_hf_map[f"model.layers.{{}}.mlp.gate.{name}"] = there
-
-    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Tensors by Hugging Face name. ValueError for a selection bias, which it has not."""
-        for name, value in state_dict.items():
-            if name.endswith(".expert_bias_E"):
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
-                if whole.any():
-                    raise InputError(
-                        "load_balance_coeff must be None for a Hugging Face Qwen3-MoE, which "
-                        f"chooses experts without a bias; {name} is not 0"
-                    )
-        converted: dict[str, Any] = super().to_hf(state_dict)
-        return converted

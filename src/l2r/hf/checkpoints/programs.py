@@ -5,16 +5,15 @@ run as transformers' batched_mm and routers as plain code, which are torch's own
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from l2r.errors import InputError, blames_input
+from l2r.hf.models import computing_experts
 from l2r.hf.models.card import Loading, python_block, write_card
 from l2r.kernels import dispatch
 from l2r.runs.atomic import new_folder
@@ -102,7 +101,7 @@ def _samples(model: Any) -> list[Tensor]:
 
 def _trace(model: Any, ids: Tensor) -> torch.export.ExportedProgram:
     free = {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("length", min=1)}
-    with dispatch.implementation("plain"), _batched_experts(model):
+    with dispatch.implementation("plain"), computing_experts(model, "batched_mm"):
         return torch.export.export(
             _Logits(model),
             (ids,),
@@ -110,20 +109,6 @@ def _trace(model: Any, ids: Tensor) -> torch.export.ExportedProgram:
             strict=False,
             prefer_deferred_runtime_asserts_over_guards=True,  # for torch 2.10
         )
-
-
-@contextmanager
-def _batched_experts(model: Any) -> Iterator[None]:
-    """Experts of the one form that exporters take; their own afterwards."""
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    configs = {id(part.config): part.config for part in parts}.values()
-    before = [config._experts_implementation for config in configs]
-    model.set_experts_implementation("batched_mm")
-    try:
-        yield
-    finally:
-        for config, own in zip(configs, before, strict=True):
-            config._experts_implementation_internal = own
 
 
 Run = Callable[[Tensor], Tensor]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     )
     from l2r.hf.models.cache_argument import CACHE as CACHE
     from l2r.hf.models.card import auto_class as auto_class
+    from l2r.hf.models.experts_backend import computing_experts as computing_experts
     from l2r.hf.models.experts_backend import register_experts as register_experts
     from l2r.hf.models.initialize import attach_router as attach_router
     from l2r.hf.models.layouts import check_unpacked as check_unpacked
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from l2r.hf.models.olmoe import L2rOlmoeConfig as L2rOlmoeConfig
     from l2r.hf.models.olmoe import L2rOlmoeForCausalLM as L2rOlmoeForCausalLM
     from l2r.hf.models.olmoe import L2rOlmoeModel as L2rOlmoeModel
+    from l2r.hf.models.router_dtypes import routers_keep_dtype as routers_keep_dtype
     from l2r.hf.models.size import ModelSize as ModelSize
     from l2r.hf.models.size import forward_flops as forward_flops
     from l2r.hf.models.size import model_size as model_size

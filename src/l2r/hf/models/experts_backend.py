@@ -6,9 +6,12 @@ of transformers' own grouped_mm is never made. Experts with biases, transposed w
 norm after them or split over devices run transformers' own grouped_mm.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from l2r.moe.token_dispatch import assign
@@ -20,6 +23,23 @@ def register_experts() -> str:
     """Make the implementation known to transformers; returns its name."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, l2r_experts_forward)
     return NAME
+
+
+@contextmanager
+def computing_experts(model: Any, name: str) -> Iterator[None]:
+    """Compute experts by an implementation of transformers inside the block; their own afterwards.
+
+    Exporters take ``batched_mm`` alone, and ``eager`` alone computes in float64.
+    """
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    configs = {id(part.config): part.config for part in parts}.values()
+    before = [config._experts_implementation for config in configs]
+    model.set_experts_implementation(name)
+    try:
+        yield
+    finally:
+        for config, own in zip(configs, before, strict=True):
+            config._experts_implementation_internal = own
 
 
 def l2r_experts_forward(

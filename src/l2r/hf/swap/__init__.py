@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from l2r.hf.swap.families import family_of as family_of
     from l2r.hf.swap.preferred import preferred_router as preferred_router
     from l2r.hf.swap.rules import Unmatched as Unmatched
+    from l2r.hf.swap.sharding import shard_routers as shard_routers
     from l2r.hf.swap.sites import Site as Site
     from l2r.hf.swap.sites import find_sites as find_sites
     from l2r.hf.swap.sites import layer_index as layer_index

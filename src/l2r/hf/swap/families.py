@@ -166,12 +166,17 @@ def family_of(router: Any) -> Family | None:
 
     In no table are those that ``find_sites`` has recognized before.
     """
-    return FAMILY_OF_ROUTER.get(type(router).__name__) or RECOGNIZED.get(router)
+    return FAMILY_OF_ROUTER.get(_class_name(router)) or RECOGNIZED.get(router)
 
 
 def is_of_family(router: Any, path: str) -> bool:
     """Whether a module, at a path of its model, is a router of text of a family in the table."""
-    return type(router).__name__ in FAMILY_OF_ROUTER and reads_text(path)
+    return _class_name(router) in FAMILY_OF_ROUTER and reads_text(path)
+
+
+def _class_name(router: Any) -> str:
+    """Name of a router's class; FSDP2 gives what it shards a class of its own."""
+    return type(router).__name__.removeprefix("FSDP")
 
 
 _CAPACITY = "its router returns one-hot masks with expert capacity and drops tokens"

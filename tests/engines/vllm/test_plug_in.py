@@ -15,7 +15,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import l2r
 from l2r.engines.vllm import register
-from l2r.engines.vllm.architectures import MODELS, read_our_configurations, vllm_name
+from l2r.engines.vllm.architectures import (
+    MODELS,
+    implied,
+    read_our_configurations,
+    vllm_name,
+)
 from l2r.engines.vllm.models import served_class
 from l2r.engines.vllm.selecting import Rule, agrees, tell
 from l2r.hf.checkpoints import export_remote_code
@@ -311,6 +316,28 @@ def test_a_folder_of_swap_is_read_as_the_familys_configuration(tmp_path, monkeyp
     )
     assert parser.parse(tmp_path, False)[1].architectures == ["L2rDeepseekV3ForCausalLM"]
     del vllm
+
+
+def test_fields_of_vllm_that_a_file_of_transformers_lacks_follow_from_it():
+    """Sliding layers of MiMo-V2-Flash have twice the key heads, and vLLM has a field for them."""
+    config = tiny_config("mimo_v2_flash", sliding_window=7)
+    fields = implied(config)
+    layer = AutoModelForCausalLM.from_config(config).model.layers[1].self_attn
+    assert fields["hybrid_layer_pattern"] == [0, 1] and fields["moe_layer_freq"] == [0, 1]
+    assert fields["swa_num_key_value_heads"] * config.head_dim == layer.k_proj.out_features
+    assert fields["swa_num_attention_heads"] * config.v_head_dim == layer.o_proj.in_features
+    assert fields["sliding_window_size"] == layer.sliding_window == 7
+    assert (fields["rope_theta"], fields["swa_rope_theta"]) == (5_000_000.0, 10_000.0)
+    config.rope_parameters["sliding_attention"]["partial_rotary_factor"] = 1.0
+    with pytest.raises(ValueError, match="must have one partial_rotary_factor in vLLM's class"):
+        implied(config)
+    config = tiny_config("hy_v3", num_hidden_layers=3, mlp_layer_types=["dense", *["sparse"] * 2])
+    assert implied(config)["first_k_dense_replace"] == 1
+    assert implied(config)["expert_hidden_dim"] == config.moe_intermediate_size
+    config.mlp_layer_types = ["sparse", "dense", "sparse"]
+    with pytest.raises(ValueError, match="mlp_layer_types must begin with the dense"):
+        implied(config)
+    assert implied(tiny_config("mixtral")) == {}
 
 
 @pytest.mark.filterwarnings("ignore::l2r.hf.swap.swap.UntrainedRoutersWarning")

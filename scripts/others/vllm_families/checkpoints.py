@@ -128,7 +128,8 @@ _FITTING: Mapping[str, Mapping[str, Any]] = {
     "hy_v4": _INDEX,
     "axk2": _INDEX,
     "dots3_note_text": _INDEX,
-    "longcat_flash": {"head_dim": _MLA["qk_rope_head_dim"]},
+    # two attentions a layer
+    "longcat_flash": {"head_dim": _MLA["qk_rope_head_dim"], "num_hidden_layers": 4},
     "deepseek_v4": {"num_hidden_layers": 4},
     "qwen4_exp_text": {"indexer_head_dim": HEADS},
     "inkling2_text": _WORDS,

@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ def main() -> None:
     from vllm.platforms import current_platform
 
     registry._run_in_subprocess = lambda look: look()  # at a class: no import of vLLM for each
-    once = current_platform.register_triton_kernel_overrides
-    # A second time stops at an object of numba's, once that is imported.
-    current_platform.register_triton_kernel_overrides = cache(once)
+    # Later it would stop at an object of numba's, once that is imported.
+    current_platform.register_triton_kernel_overrides()
+    current_platform.register_triton_kernel_overrides = lambda: None
     jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     for name, job in jobs.items():
         if (out / f"{name}.json").exists():

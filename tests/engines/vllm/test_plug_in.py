@@ -362,14 +362,32 @@ def test_a_family_that_vllm_lacks_is_refused_in_a_line_or_left_to_its_code(tmp_p
 @pytest.mark.filterwarnings("ignore::l2r.hf.swap.swap.UntrainedRoutersWarning")
 def test_a_family_whose_class_in_vllm_chooses_other_experts_is_refused(tmp_path, monkeypatch):
     """Laguna: 150 of 168 choices from equal hidden states, measured in dev/vllm.md."""
-    vllm = stand_in(monkeypatch, LagunaForCausalLM="laguna", MixtralForCausalLM="mixtral")
+    vllm = stand_in(
+        monkeypatch,
+        LagunaForCausalLM="laguna",
+        LongcatFlashForCausalLM="longcat_flash",
+        MixtralForCausalLM="mixtral",
+    )
     register()
     assert "L2rMixtralForCausalLM" in vllm.ModelRegistry.models
     assert "L2rLagunaForCausalLM" not in vllm.ModelRegistry.models
+    assert "L2rLongcatFlashForCausalLM" not in vllm.ModelRegistry.models
     parser = sys.modules["vllm.transformers_utils.config"]._CONFIG_FORMAT_TO_CONFIG_PARSER["hf"]()
     swapped("laguna").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="chooses other experts in its own class of LagunaForCaus"):
         parser.parse(tmp_path, True)
+
+
+def test_a_family_that_vllms_transformers_lacks_is_named(tmp_path, monkeypatch):
+    """Neither vLLM's class nor the folder's code can be built: an export would not help."""
+    stand_in(monkeypatch)
+    register()
+    parser = sys.modules["vllm.transformers_utils.config"]._CONFIG_FORMAT_TO_CONFIG_PARSER["hf"]()
+    values = {"model_type": "l2r_newer_moe", "architectures": ["L2rNewerMoeForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    for trust in (False, True):
+        with pytest.raises(ValueError, match=r"transformers 5\.\S+ has no newer_moe; .* is one"):
+            parser.parse(tmp_path, trust)
 
 
 def test_a_folder_of_others_is_read_by_vllm_alone(tmp_path, monkeypatch):

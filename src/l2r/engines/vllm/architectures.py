@@ -9,17 +9,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from l2r.errors import InputError
 from l2r.hf.swap import as_stock_configuration, our_architecture, stock_architectures
-from l2r.transformers_hook import PREFIX
+from l2r.transformers_hook import PREFIX, stock_type
 
 MODELS = f"{__name__.rpartition('.')[0]}.models"  # whose attributes are the classes, by name
 # Where vLLM spells a class of transformers otherwise.
 _SPELLED = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
-# Classes of vLLM 0.32 that choose other experts than transformers from equal logits.
-_OTHERWISE = ("LagunaForCausalLM",)
+# Classes of vLLM 0.32 that run, or would, and have no place for a router of ours: why.
+_OTHERWISE = {
+    # from equal logits
+    "LagunaForCausalLM": "chooses other experts in its own class of",
+    "LongcatFlashForCausalLM": "chooses among experts that compute nothing in its own class of",
+}
 
 
 def _mimo_v2_flash(config: Any) -> dict[str, Any]:
@@ -134,21 +139,23 @@ def read_our_configurations() -> None:
 def has_class(model: str | Path, values: Mapping[str, Any], *, trust_remote_code: bool) -> bool:
     """Ask whether vLLM has a class for a folder of ours; False leaves it to the folder's code.
 
-    Raises ValueError, one line, where vLLM has none and the folder no code that may be run.
+    Raises ValueError, one line, where transformers has not the family, and where vLLM has no class
+    and the folder no code that may be run.
     """
     import vllm
 
     name = our_architecture(values)
     if name in vllm.ModelRegistry.models:
         return True
+    family = stock_type(str(values["model_type"]))
+    if family not in CONFIG_MAPPING:
+        raise InputError(f"transformers {transformers.__version__} has no {family}; {model} is one")
     if trust_remote_code and _brings_code(values):
         return False
     how = "run the folder's code in vLLM's Transformers backend with --trust-remote-code"
     if not _brings_code(values):
         how = f"l2r export {model} --out NEW; vllm serve NEW --trust-remote-code"
-    lack = "has no class of its own for"
-    if vllm_name(name) in _OTHERWISE:
-        lack = "chooses other experts in its own class of"
+    lack = _OTHERWISE.get(vllm_name(name), "has no class of its own for")
     raise InputError(f"vLLM {vllm.__version__} {lack} {name[3:]}: {how}")
 
 

@@ -378,7 +378,7 @@ def test_a_family_whose_class_in_vllm_chooses_other_experts_is_refused(tmp_path,
         parser.parse(tmp_path, True)
 
 
-def test_a_family_that_vllms_transformers_lacks_is_named(tmp_path, monkeypatch):
+def test_a_family_that_vllms_transformers_lacks_and_a_wrapper_are_named(tmp_path, monkeypatch):
     """Neither vLLM's class nor the folder's code can be built: an export would not help."""
     stand_in(monkeypatch)
     register()
@@ -388,6 +388,11 @@ def test_a_family_that_vllms_transformers_lacks_is_named(tmp_path, monkeypatch):
     for trust in (False, True):
         with pytest.raises(ValueError, match=r"transformers 5\.\S+ has no newer_moe; .* is one"):
             parser.parse(tmp_path, trust)
+    wrapper = "Qwen3VLMoeForConditionalGeneration"
+    values = {"model_type": "l2r_qwen3_vl_moe", "architectures": [f"L2r{wrapper}"]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"serves causal language models; .* is a {wrapper}"):
+        parser.parse(tmp_path, True)
 
 
 def test_a_folder_of_others_is_read_by_vllm_alone(tmp_path, monkeypatch):

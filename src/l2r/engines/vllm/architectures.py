@@ -152,6 +152,8 @@ def has_class(model: str | Path, values: Mapping[str, Any], *, trust_remote_code
         raise InputError(f"transformers {transformers.__version__} has no {family}; {model} is one")
     if trust_remote_code and _brings_code(values):
         return False
+    if name not in stock_architectures():
+        raise InputError(f"the plug-in serves causal language models; {model} is a {name[3:]}")
     how = "run the folder's code in vLLM's Transformers backend with --trust-remote-code"
     if not _brings_code(values):
         how = f"l2r export {model} --out NEW; vllm serve NEW --trust-remote-code"

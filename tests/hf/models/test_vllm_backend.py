@@ -12,15 +12,15 @@ from l2r.hf.swap import swap_routers
 from tests.hf.families import auto_class, tiny_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::l2r.hf.swap.swap.UntrainedRoutersWarning")
-SWIGLU = "has silu.gate. . up in experts, and model.*.experts of"
+SWIGLU = r"computes silu\(gate\) . up in experts; model.*.experts of .* computes otherwise"
 # What differs from the tiny sizes, and what is said; None where the backend computes the model.
 FAMILIES = {
-    "mimo_v2_flash": ({}, "num_key_value_heads=2, and model.layers.1.self_attn of MiMoV2Flash"),
+    "mimo_v2_flash": ({}, "num_key_value_heads=2; model.layers.1.self_attn of .* has 4"),
     "laguna": (
         {"num_attention_heads_per_layer": [4, 8]},
-        "num_attention_heads=4, and model.layers.1.self_attn of LagunaForCausalLM has others",
+        "num_attention_heads=4; model.layers.1.self_attn of LagunaForCausalLM has 8",
     ),
-    "longcat_flash": ({}, "has weights for every expert, and model.layers.0.mlp.experts of Long"),
+    "longcat_flash": ({}, "needs weights for each expert; model.layers.0.mlp.experts"),
     "minimax_m3_vl_text": ({}, SWIGLU),
     "hy_v4": ({}, SWIGLU),
     "nemotron_h": ({}, SWIGLU),
@@ -56,7 +56,7 @@ def test_what_vllms_backend_computes_otherwise_is_refused_in_it_alone(family):
             return
         with pytest.raises(InputError, match=line) as error:
             check_backend(model)
-    assert "its answers would be wrong" in str(error.value)
+    assert "answers would be wrong" in str(error.value)
 
 
 def test_the_code_of_an_exported_folder_refuses_them(tmp_path):

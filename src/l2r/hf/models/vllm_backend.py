@@ -27,16 +27,15 @@ def check_backend(model: nn.Module) -> None:
     if not str(getattr(text, "_attn_implementation", "")).startswith("vllm"):
         return
     for path, module in model.named_modules():
-        said = [*_heads(module, text), *_experts(path, module)]
-        if said:
+        for theirs, own in (*_heads(module, text), *_experts(path, module)):
             raise InputError(
-                f"vLLM's Transformers backend {said[0]}, and {path} of {type(model).__name__} has "
-                "others: its answers would be wrong; l2r serve and transformers compute it"
+                f"vLLM's Transformers backend {theirs}; {path} of {type(model).__name__} {own}. "
+                "Its answers would be wrong there: use l2r serve or transformers"
             )
 
 
-def _heads(module: nn.Module, text: Any) -> Iterator[str]:
-    """Heads that the backend gives a layer of the text model, where the layer has others."""
+def _heads(module: nn.Module, text: Any) -> Iterator[tuple[str, str]]:
+    """Heads that the backend gives a layer of the text model, and its own."""
     layer, keys = getattr(module, "layer_idx", None), getattr(module, "k_proj", None)
     if not isinstance(layer, int) or not isinstance(keys, nn.Linear):
         return
@@ -53,18 +52,18 @@ def _heads(module: nn.Module, text: Any) -> Iterator[str]:
     for name, heads in found.items():
         wanted = getattr(config, name, None)
         if heads and wanted and heads != wanted:
-            yield f"gives each layer {name}={wanted}"
+            yield f"gives each layer {name}={wanted}", f"has {heads}"
 
 
-def _experts(path: str, module: nn.Module) -> Iterator[str]:
-    """What the backend computes in stacked experts, where these compute otherwise."""
+def _experts(path: str, module: nn.Module) -> Iterator[tuple[str, str]]:
+    """What the backend computes in stacked experts, and what these do instead."""
     weights = list(module.parameters(recurse=False))
     if path.rpartition(".")[2] != "experts" or not weights or any(w.ndim != 3 for w in weights):
         return  # of another form, which it leaves to the model or finds out itself
     if len({len(weight) for weight in weights}) > 1:
-        yield "has weights for every expert"  # LongCat's router chooses some that compute nothing
+        yield "needs weights for each expert", "chooses experts without weights too"
     if not _is_swiglu(module):
-        yield "has silu(gate) * up in experts"
+        yield "computes silu(gate) * up in experts", "computes otherwise"
 
 
 @torch.no_grad()

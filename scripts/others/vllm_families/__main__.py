@@ -364,7 +364,8 @@ def cell(found: Mapping[str, Any] | None, *, gates: bool = False) -> str:
         return ""
     if "error" in found:
         line = re.sub(r"/\S+/", "", str(found["error"]))  # paths of this machine
-        return line.replace("|", "/").rpartition(". ")[2]
+        said = line.replace("|", "/").split(". ")
+        return [part for part in said if not part.startswith(("Please ", "This ", "Its "))][-1]
     count = found.get("prompts", 16)
     text = f"{found['equal']} of {count}, {found['largest']:.1e}"
     if gates and "gates" in found and not found["largest"] <= TOLERANCE:

@@ -395,6 +395,24 @@ def test_a_family_that_vllms_transformers_lacks_and_a_wrapper_are_named(tmp_path
         parser.parse(tmp_path, True)
 
 
+def test_a_folder_that_a_newer_transformers_wrote_is_refused_in_a_line(tmp_path, monkeypatch):
+    stand_in(monkeypatch, DeepseekV4ForCausalLM="deepseek_v4")
+    register()
+    parser = sys.modules["vllm.transformers_utils.config"]._CONFIG_FORMAT_TO_CONFIG_PARSER["hf"]()
+    values = {
+        "model_type": "l2r_deepseek_v4",
+        "architectures": ["L2rDeepseekV4ForCausalLM"],
+        "rope_parameters": {"main": 7},
+        "transformers_version": "99.1",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"transformers 5\S+ cannot read .*, which 99.1 wrote: "):
+        parser.parse(tmp_path, False)
+    (tmp_path / "config.json").write_text(json.dumps({**values, "transformers_version": "5.0"}))
+    with pytest.raises(AttributeError, match=r"^'int' object has no attribute"):
+        parser.parse(tmp_path, False)
+
+
 def test_a_folder_of_others_is_read_by_vllm_alone(tmp_path, monkeypatch):
     stand_in(monkeypatch, MixtralForCausalLM="mixtral")
     register()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from l2r.errors import InputError
@@ -130,10 +131,28 @@ def read_our_configurations() -> None:
             values, _ = PreTrainedConfig.get_config_dict(model, **hub)
             ours = str(values.get("model_type", "")).startswith(PREFIX)
             if ours and has_class(model, values, trust_remote_code=trust_remote_code):
-                return values, served_config(AutoConfig.from_pretrained(model, **hub), values)
+                return values, served_config(_read(model, values, **hub), values)
             return super().parse(model, trust_remote_code, *args, **options)
 
     parsers["hf"] = Parser  # ``register_config_parser`` would print a warning
+
+
+def _read(model: Any, values: Mapping[str, Any], **hub: Any) -> Any:
+    """The configuration of a folder of ours.
+
+    Raises InputError where a newer transformers wrote it, and this one cannot read it.
+    """
+    try:
+        return AutoConfig.from_pretrained(model, **hub)
+    except Exception as error:  # of any kind, from the family's own checks
+        written, here = values.get("transformers_version", "0"), transformers.__version__
+        if Version(written) <= Version(here):
+            raise
+        line = str(error).strip().splitlines()[-1:]
+        raise InputError(
+            f"transformers {here} cannot read {model}, which {written} wrote: "
+            f"{type(error).__name__}: {''.join(line).strip()}"
+        ) from error
 
 
 def has_class(model: str | Path, values: Mapping[str, Any], *, trust_remote_code: bool) -> bool:

@@ -152,7 +152,7 @@ def _read(model: Any, values: Mapping[str, Any], **hub: Any) -> Any:
         raise InputError(
             f"transformers {here} cannot read {model}, which {written} wrote: "
             f"{type(error).__name__}: {''.join(line).strip()}"
-        ) from error
+        ) from None
 
 
 def has_class(model: str | Path, values: Mapping[str, Any], *, trust_remote_code: bool) -> bool:

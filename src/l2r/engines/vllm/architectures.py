@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from l2r.errors import InputError
@@ -20,11 +19,12 @@ from l2r.transformers_hook import PREFIX, stock_type
 MODELS = f"{__name__.rpartition('.')[0]}.models"  # whose attributes are the classes, by name
 # Where vLLM spells a class of transformers otherwise.
 _SPELLED = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
-# Classes of vLLM 0.32 that run, or would, and have no place for a router of ours: why.
-_OTHERWISE = {
-    # from equal logits
-    "LagunaForCausalLM": "chooses other experts in its own class of",
-    "LongcatFlashForCausalLM": "chooses among experts that compute nothing in its own class of",
+# Classes of vLLM 0.32 that choose other experts than transformers from equal logits.
+_OTHERWISE = ("LagunaForCausalLM",)
+# Families that neither a class of vLLM 0.32 nor its Transformers backend serves: why.
+_NEITHER = {
+    "DeepseekV4ForCausalLM": "reads another config.json than that of transformers for",
+    "LongcatFlashForCausalLM": "has no place for a router that chooses experts without weights in",
 }
 
 
@@ -99,7 +99,7 @@ def add_architectures(registry: Any) -> None:
 
     for name in stock_architectures():
         stock = vllm_name(name)
-        if stock in _OTHERWISE or not _is_native(registry.models.get(stock)):
+        if stock in (*_OTHERWISE, *_NEITHER) or not _is_native(registry.models.get(stock)):
             continue
         if name not in registry.models:  # vLLM warns of a second time
             # A string: vLLM imports classes when it needs them, in a process of its own.
@@ -131,28 +131,10 @@ def read_our_configurations() -> None:
             values, _ = PreTrainedConfig.get_config_dict(model, **hub)
             ours = str(values.get("model_type", "")).startswith(PREFIX)
             if ours and has_class(model, values, trust_remote_code=trust_remote_code):
-                return values, served_config(_read(model, values, **hub), values)
+                return values, served_config(AutoConfig.from_pretrained(model, **hub), values)
             return super().parse(model, trust_remote_code, *args, **options)
 
     parsers["hf"] = Parser  # ``register_config_parser`` would print a warning
-
-
-def _read(model: Any, values: Mapping[str, Any], **hub: Any) -> Any:
-    """The configuration of a folder of ours.
-
-    Raises InputError where a newer transformers wrote it, and this one cannot read it.
-    """
-    try:
-        return AutoConfig.from_pretrained(model, **hub)
-    except Exception as error:  # of any kind, from the family's own checks
-        written, here = values.get("transformers_version", "0"), transformers.__version__
-        if Version(written) <= Version(here):
-            raise
-        line = str(error).strip().splitlines()[-1:]
-        raise InputError(
-            f"transformers {here} cannot read {model}, which {written} wrote: "
-            f"{type(error).__name__}: {''.join(line).strip()}"
-        ) from None
 
 
 def has_class(model: str | Path, values: Mapping[str, Any], *, trust_remote_code: bool) -> bool:
@@ -169,6 +151,8 @@ def has_class(model: str | Path, values: Mapping[str, Any], *, trust_remote_code
     family = stock_type(str(values["model_type"]))
     if family not in CONFIG_MAPPING:
         raise InputError(f"transformers {transformers.__version__} has no {family}; {model} is one")
+    if why := _NEITHER.get(vllm_name(name)):
+        raise InputError(f"vLLM {vllm.__version__} {why} {name[3:]}: use l2r serve {model}")
     if trust_remote_code and _brings_code(values):
         return False
     if name not in stock_architectures():
@@ -176,7 +160,9 @@ def has_class(model: str | Path, values: Mapping[str, Any], *, trust_remote_code
     how = "run the folder's code in vLLM's Transformers backend with --trust-remote-code"
     if not _brings_code(values):
         how = f"l2r export {model} --out NEW; vllm serve NEW --trust-remote-code"
-    lack = _OTHERWISE.get(vllm_name(name), "has no class of its own for")
+    lack = "has no class of its own for"
+    if vllm_name(name) in _OTHERWISE:
+        lack = "chooses other experts in its own class of"
     raise InputError(f"vLLM {vllm.__version__} {lack} {name[3:]}: {how}")
 
 

@@ -145,7 +145,7 @@ for _name in (
     _layers = len(_own.get("layer_types") or _own.get("layers_block_type") or [0, 0])
     _own |= {key: HEADS for key in _WIDE if key in _own} | {"num_hidden_layers": _layers}
     _own |= _MLA if "kv_lora_rank" in _own else {}
-    SIZES[_name] = (_name, _own | _FITTING.get(_name, {}))
+    SIZES[_name] = (_name, {**_own, **_FITTING.get(_name, {})})
 
 
 def text_ids() -> Tensor:

@@ -39,11 +39,11 @@ def _heads(module: nn.Module, text: Any) -> Iterator[tuple[str, str]]:
     layer, keys = getattr(module, "layer_idx", None), getattr(module, "k_proj", None)
     if not isinstance(layer, int) or not isinstance(keys, nn.Linear):
         return
-    if getattr(module, "config", None) is not text:  # of what sees or hears
+    config: Any = getattr(module, "config", None)
+    if config is not text:  # of what sees or hears
         return
-    config = text
-    if getattr(text, "is_heterogeneous", False):  # the backend then asks each layer's own
-        config = text.per_layer_config[layer]
+    if getattr(config, "is_heterogeneous", False):  # the backend then asks each layer's own
+        config = config.per_layer_config[layer]
     size = getattr(module, "head_dim", None)
     found = {"num_key_value_heads": size and keys.out_features // size}
     if isinstance(out := getattr(module, "o_proj", None), nn.Linear):

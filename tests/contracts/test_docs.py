@@ -30,11 +30,24 @@ from l2r.hf.swap import swap_routers
 swap_routers(model, L2RConfig(selection_bias=True), selection="router")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
+ADAPTER = """
+from l2r.hf.swap import swap_routers
+from l2r.training.data.tokenizer import packaged_olmoe_tokenizer
+from peft import LoraConfig, get_peft_model
+from transformers import PreTrainedTokenizerFast
+swap_routers(model)
+model.save_pretrained("my-l2r")
+tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(packaged_olmoe_tokenizer()))
+tokenizer.save_pretrained("my-l2r")
+settings = LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"], task_type="CAUSAL_LM")
+get_peft_model(model, settings).save_pretrained("my-adapter")
+"""
 PRELUDES = {
     "add-a-router.md": MODEL + BIASED,
     "index.md": f"{MODEL}\nbatches = [ids, ids]\n",
     "inspect.md": MODEL,
     "routes.md": MODEL,
+    "serving.md": MODEL + ADAPTER,
     "swap.md": f"{MODEL}\nbatches = [ids, ids]\n",
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -45,6 +58,7 @@ SLOW = (
     "add-a-router.md",
     "index.md",
     "inspect.md",
+    "serving.md",
     "swap.md",
     "vision.md",
 )  # trainings and diagnoses

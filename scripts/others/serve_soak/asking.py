@@ -33,7 +33,7 @@ TEXTS = [
 
 @dataclass
 class Counts:
-    """The numbers of one soak; ``seconds`` are of good requests, ``memory`` in bytes by time."""
+    """The numbers of one soak; ``seconds`` are of good requests."""
 
     good: int = 0
     lost: Counter[str] = field(default_factory=Counter)
@@ -45,7 +45,7 @@ class Counts:
     loops: Counter[int] = field(default_factory=Counter)
     stalled: int = 0
     seconds: list[float] = field(default_factory=list)
-    memory: list[tuple[float, int]] = field(default_factory=list)
+    turn: int = 0  # of the bad requests
 
     @property
     def requests(self) -> int:
@@ -54,12 +54,12 @@ class Counts:
 
 
 def run_clients(
-    port: int, *, seconds: float, clients: int, alive: Callable[[], bool], memory: Callable[[], int]
-) -> Counts:
-    """Ask from many threads for a time while the server is alive, and sample its memory."""
-    counts, lock = Counts(), threading.Lock()
+    port: int, counts: Counts, *, seconds: float, clients: int, alive: Callable[[], bool]
+) -> None:
+    """Ask from many threads for a time while the server is alive, and add to ``counts``."""
+    lock = threading.Lock()
     good = [(request, text_of(request, *ask(port, request))) for request in good_requests()]
-    bad = itertools.cycle(bad_requests.requests("served"))
+    bad = bad_requests.requests("served")
     begin = time.monotonic()
 
     def over() -> bool:
@@ -79,7 +79,8 @@ def run_clients(
                     counts.lost["a stream did not begin"] += not begun
             else:
                 with lock:
-                    request = next(bad)
+                    request = bad[counts.turn % len(bad)]
+                    counts.turn += 1
                 ask_bad(port, request, counts, lock)
 
     def half_open() -> None:
@@ -101,11 +102,9 @@ def run_clients(
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads) and alive():
-        counts.memory.append((time.monotonic() - begin, memory()))
-        time.sleep(min(1, seconds / 100))
+        time.sleep(0.1)
     for thread in threads:
         thread.join()
-    return counts
 
 
 def good_requests() -> list[Request]:

@@ -113,22 +113,39 @@ SIZES: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "hy_v3": ("hy_v3", {**_E, **_HEAD, "first_k_dense_replace": 1, "num_shared_experts": 1}),
     "laguna": ("laguna", {**_E, **_HEAD, "shared_expert_intermediate_size": 64}),
-    "mellum": ("mellum", {**_E, **_HEAD}),
+    "mellum": ("mellum", {**_E, **_HEAD, "sliding_window": 32, "num_nextn_predict_layers": 0}),
     "solar_open": ("solar_open", {**_DEEPSEEK, **_HEAD}),
     "minimax": ("minimax", {**_L, **_HEAD, "block_size": 32}),
 }  # fmt: skip
 
-# Others that vLLM or its transformers has, in the sizes of our tests with heads for vLLM.
-_WIDE = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_head_dim")
+# Others, in the sizes of our tests with heads for vLLM.
+_WIDE = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_INDEX = {"index_head_dim": 128}  # not less than the part of a head that turns
+_WORDS = {"unpadded_vocab_size": VOCABULARY, "swa_head_dim": HEADS}
+_FITTING: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v32": _INDEX,
+    "glm_moe_dsa": _INDEX,
+    "hy_v4": _INDEX,
+    "axk2": _INDEX,
+    "dots3_note_text": _INDEX,
+    # two attentions a layer
+    "longcat_flash": {"head_dim": _MLA["qk_rope_head_dim"], "num_hidden_layers": 4},
+    "deepseek_v4": {"num_hidden_layers": 4},
+    "qwen4_exp_text": {"indexer_head_dim": HEADS},
+    "inkling2_text": _WORDS,
+    "inkling2_loop_text": _WORDS,
+}
 for _name in (
     "qwen3_next", "qwen3_5_moe_text", "jamba", "nemotron_h", "deepseek_v32", "glm_moe_dsa",
     "mimo_v2_flash", "kimi_linear", "hy_v4", "axk1", "axk2", "longcat_flash", "granitemoe_swa",
-    "deepseek_v4", "aria_text", "qwen4_exp_text",
+    "deepseek_v4", "aria_text", "qwen4_exp_text", "bailing_hybrid", "beam", "dots3_note_text",
+    "flint", "inkling2_text", "inkling2_loop_text", "kolibri1", "lara_mini", "minimax_m3_vl_text",
 ):  # fmt: skip
     _own = dict(OWN_SIZES[_name])
     _layers = len(_own.get("layer_types") or _own.get("layers_block_type") or [0, 0])
     _own |= {key: HEADS for key in _WIDE if key in _own} | {"num_hidden_layers": _layers}
-    SIZES[_name] = (_name, _own | (_MLA if "kv_lora_rank" in _own else {}))
+    _own |= _MLA if "kv_lora_rank" in _own else {}
+    SIZES[_name] = (_name, {**_own, **_FITTING.get(_name, {})})
 
 
 def text_ids() -> Tensor:
@@ -206,11 +223,14 @@ def _enlarge(model: Any, part: str) -> None:
 
 @torch.no_grad()
 def _spread_biases(model: Any) -> None:
-    """Selection biases that change choices: training by gradients leaves them at 0."""
+    """Selection biases that change choices, and experts by token: training leaves them at 0."""
     draw = torch.Generator().manual_seed(3)
     for path, value in [*model.named_buffers(), *model.named_parameters()]:
         if path.endswith(("correction_bias", "expert_bias")):
             value.copy_(torch.rand(value.shape, generator=draw) / 10)
+        if path.endswith("tid2eid"):  # DeepSeek-V4's experts by token
+            order = torch.rand(len(value), 8, generator=draw).argsort(1)
+            value.copy_(order[:, : value.shape[1]])
 
 
 @torch.no_grad()

@@ -1,10 +1,10 @@
 """Jobs in one process of vLLM: ``python in_vllm.py JOBS OUT``.
 
-JOBS is JSON: {name: {"folder", "dtype", "impl", "lora", "routes", "prompts", "forced"}}. For each
-OUT/NAME.json is written: greedy tokens after the prompts, and log-probabilities of the tokens of
-``forced`` but the first of each, or {"error": line}; with ``routes`` OUT/NAME.npz too, the experts
-of the tokens of ``forced``, and what the gates read, gave and chose of the first of them. vLLM
-starts processes that import the main module, so this is a file of its own.
+JOBS is JSON: {name: {"folder", "dtype", "impl", "stock", "lora", "routes", "prompts", "forced"}}.
+For each OUT/NAME.json is written: greedy tokens after the prompts, and log-probabilities of the
+tokens of ``forced`` but the first of each, or {"error": line}; with ``routes`` OUT/NAME.npz too,
+the experts of the tokens of ``forced``, and what the gates read, gave and chose of the first of
+them. vLLM starts processes that import the main module, so this is a file of its own.
 """
 
 import gc
@@ -26,8 +26,12 @@ NEW = 64
 
 def main() -> None:
     from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
 
     registry._run_in_subprocess = lambda look: look()  # at a class: no import of vLLM for each
+    # Later it would stop at an object of numba's, once that is imported.
+    current_platform.register_triton_kernel_overrides()
+    current_platform.register_triton_kernel_overrides = lambda: None
     jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     for name, job in jobs.items():
         if (out / f"{name}.json").exists():
@@ -51,14 +55,15 @@ def reason(error: BaseException) -> str:
 
 
 def run(job: dict[str, Any], arrays: Path) -> dict[str, Any]:
+    from transformers import AutoConfig
     from vllm import LLM, SamplingParams
 
-    from l2r.engines.vllm.architectures import IMPLIED
+    from l2r.engines.vllm.architectures import implied
     from l2r.engines.vllm.recording import EXTENSION, recording
 
-    config = json.loads((Path(job["folder"]) / "config.json").read_text())
-    settings: dict[str, Any] = {}  # a stock folder lacks what the plug-in adds
-    settings["hf_overrides"] = dict(IMPLIED.get(config["model_type"], {}))
+    settings: dict[str, Any] = {}
+    if job.get("stock"):  # lacks what the plug-in adds
+        settings["hf_overrides"] = implied(AutoConfig.from_pretrained(job["folder"]))
     if job.get("lora"):
         settings |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
         adapter = json.loads((Path(job["lora"]) / "adapter_config.json").read_text())

@@ -15,7 +15,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import l2r
 from l2r.engines.vllm import register
-from l2r.engines.vllm.architectures import MODELS, read_our_configurations, vllm_name
+from l2r.engines.vllm.architectures import (
+    MODELS,
+    implied,
+    read_our_configurations,
+    vllm_name,
+)
 from l2r.engines.vllm.models import served_class
 from l2r.engines.vllm.selecting import Rule, agrees, tell
 from l2r.hf.checkpoints import export_remote_code
@@ -313,6 +318,28 @@ def test_a_folder_of_swap_is_read_as_the_familys_configuration(tmp_path, monkeyp
     del vllm
 
 
+def test_fields_of_vllm_that_a_file_of_transformers_lacks_follow_from_it():
+    """Sliding layers of MiMo-V2-Flash have twice the key heads, and vLLM has a field for them."""
+    config = tiny_config("mimo_v2_flash", sliding_window=7)
+    fields = implied(config)
+    layer = AutoModelForCausalLM.from_config(config).model.layers[1].self_attn
+    assert fields["hybrid_layer_pattern"] == [0, 1] and fields["moe_layer_freq"] == [0, 1]
+    assert fields["swa_num_key_value_heads"] * config.head_dim == layer.k_proj.out_features
+    assert fields["swa_num_attention_heads"] * config.v_head_dim == layer.o_proj.in_features
+    assert fields["sliding_window_size"] == layer.sliding_window == 7
+    assert (fields["rope_theta"], fields["swa_rope_theta"]) == (5_000_000.0, 10_000.0)
+    config.rope_parameters["sliding_attention"]["partial_rotary_factor"] = 1.0
+    with pytest.raises(ValueError, match="must have one partial_rotary_factor in vLLM's class"):
+        implied(config)
+    config = tiny_config("hy_v3", num_hidden_layers=3, mlp_layer_types=["dense", *["sparse"] * 2])
+    assert implied(config)["first_k_dense_replace"] == 1
+    assert implied(config)["expert_hidden_dim"] == config.moe_intermediate_size
+    config.mlp_layer_types = ["sparse", "dense", "sparse"]
+    with pytest.raises(ValueError, match="mlp_layer_types must begin with the dense"):
+        implied(config)
+    assert implied(tiny_config("mixtral")) == {}
+
+
 @pytest.mark.filterwarnings("ignore::l2r.hf.swap.swap.UntrainedRoutersWarning")
 def test_a_family_that_vllm_lacks_is_refused_in_a_line_or_left_to_its_code(tmp_path, monkeypatch):
     stand_in(monkeypatch)
@@ -335,13 +362,43 @@ def test_a_family_that_vllm_lacks_is_refused_in_a_line_or_left_to_its_code(tmp_p
 @pytest.mark.filterwarnings("ignore::l2r.hf.swap.swap.UntrainedRoutersWarning")
 def test_a_family_whose_class_in_vllm_chooses_other_experts_is_refused(tmp_path, monkeypatch):
     """Laguna: 150 of 168 choices from equal hidden states, measured in dev/vllm.md."""
-    vllm = stand_in(monkeypatch, LagunaForCausalLM="laguna", MixtralForCausalLM="mixtral")
+    vllm = stand_in(
+        monkeypatch,
+        LagunaForCausalLM="laguna",
+        LongcatFlashForCausalLM="longcat_flash",
+        MixtralForCausalLM="mixtral",
+    )
     register()
     assert "L2rMixtralForCausalLM" in vllm.ModelRegistry.models
     assert "L2rLagunaForCausalLM" not in vllm.ModelRegistry.models
+    assert "L2rLongcatFlashForCausalLM" not in vllm.ModelRegistry.models
     parser = sys.modules["vllm.transformers_utils.config"]._CONFIG_FORMAT_TO_CONFIG_PARSER["hf"]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("longcat_flash"))
+    swap_routers(model)
+    model.config.auto_map = {"AutoConfig": "l2r_code/modeling_l2r.X"}
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"without weights in LongcatFlash.*: use l2r serve"):
+        parser.parse(tmp_path, True)
     swapped("laguna").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="chooses other experts in its own class of LagunaForCaus"):
+        parser.parse(tmp_path, True)
+
+
+def test_a_family_that_vllms_transformers_lacks_and_a_wrapper_are_named(tmp_path, monkeypatch):
+    """Neither vLLM's class nor the folder's code can be built: an export would not help."""
+    stand_in(monkeypatch)
+    register()
+    parser = sys.modules["vllm.transformers_utils.config"]._CONFIG_FORMAT_TO_CONFIG_PARSER["hf"]()
+    values = {"model_type": "l2r_newer_moe", "architectures": ["L2rNewerMoeForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    for trust in (False, True):
+        with pytest.raises(ValueError, match=r"transformers 5\.\S+ has no newer_moe; .* is one"):
+            parser.parse(tmp_path, trust)
+    wrapper = "Qwen3VLMoeForConditionalGeneration"
+    values = {"model_type": "l2r_qwen3_vl_moe", "architectures": [f"L2r{wrapper}"]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"serves causal language models; .* is a {wrapper}"):
         parser.parse(tmp_path, True)
 
 

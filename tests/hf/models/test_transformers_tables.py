@@ -19,6 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightTransform
 from transformers.models import auto
 
 import l2r
@@ -27,6 +28,7 @@ from l2r.hf.models import (
     L2rOlmoeForCausalLM,
     L2rViTConfig,
     L2rViTForImageClassification,
+    transformers_tables,
 )
 from l2r.hf.swap import class_registry, swap_routers
 from l2r.hf.swap.families import FAMILIES
@@ -201,3 +203,21 @@ def test_images_of_our_vit_are_prepared_where_the_folder_names_no_class(tmp_path
     L2rViTForImageClassification(config).save_pretrained(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text('{"size": {"height": 8, "width": 8}}')
     assert type(AutoImageProcessor.from_pretrained(tmp_path)).__name__ == "ViTImageProcessorPil"
+
+
+def test_a_norm_inside_a_router_keeps_its_name_in_a_transformers_without_copies(monkeypatch):
+    """DeepSeek-V4 renames each ``norm``; transforms of transformers 5.19 have no ``copy``."""
+
+    def patterns():
+        transformers_tables.share_conversion("l2r_deepseek_v4", "deepseek_v4")
+        found = get_checkpoint_conversion_mapping("l2r_deepseek_v4")
+        return [(t.source_patterns, t.target_patterns, t.scope_prefix) for t in found]
+
+    usual = patterns()
+    for kind in (WeightTransform, WeightConverter):
+        monkeypatch.delattr(kind, "copy", raising=False)
+    assert patterns() == usual
+    assert usual != [
+        (t.source_patterns, t.target_patterns, t.scope_prefix)
+        for t in get_checkpoint_conversion_mapping("deepseek_v4")
+    ]

@@ -56,7 +56,13 @@ def _sparing_routers(transform: Any) -> Any:
     if match is None or match.start() < _NORM.index(".norm"):
         return transform
     sources = [_IN_ROUTER + source for source in transform._original_source_patterns]
-    return transform.copy(sources, transform._original_target_patterns)
+    targets = transform._original_target_patterns
+    if hasattr(transform, "copy"):
+        return transform.copy(sources, targets)
+    changed = type(transform)(sources, targets)  # as ``copy`` does in transformers 5.24
+    changed.scope_prefix = transform.scope_prefix
+    changed.base_model_prefix = transform.base_model_prefix
+    return changed
 
 
 def share_preparation(made: Any, base: Any) -> None:

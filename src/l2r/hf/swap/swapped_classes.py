@@ -21,6 +21,7 @@ from l2r.hf.models.initialize import reset_missing
 from l2r.hf.models.lossless import check_save
 from l2r.hf.models.opening import NeedsPackage, config_with_code
 from l2r.hf.models.transformers_tables import share_conversion
+from l2r.hf.models.vllm_backend import check_backend
 from l2r.hf.swap.sites import INITIALIZED, replay_swaps
 from l2r.routers import Router
 from l2r.transformers_hook import type_name
@@ -74,6 +75,7 @@ def swapped_model(base: Any) -> Any:
             raise InputError(f"config of {type(self).__name__} must have l2r_swap; got {swaps!r}")
         with _of_class(config, base.config_class) if is_known(base) else nullcontext():
             base.__init__(self, config, *args, **options)
+        check_backend(self)
         paths = replay_swaps(self, swaps)
         strict = {*self._keep_in_fp32_modules_strict, *paths}
         self._keep_in_fp32_modules_strict = _present(self, strict)

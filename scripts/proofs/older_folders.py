@@ -19,6 +19,7 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 SMALL = shlex.split("""
 data.vocab_size=300 data.characters_per_domain=30000 data.sequence_length=32
@@ -103,7 +104,7 @@ def make() -> None:
 
     torch.manual_seed(0)
     _write_text(Path("text"))
-    found: dict[str, np.ndarray] = {}
+    found: dict[str, Any] = {}
     ids = torch.arange(24).view(1, 24) * 7 % 64
     for family, sizes in FAMILIES.items():
         model = _swapped(family, sizes)
@@ -127,7 +128,7 @@ def make() -> None:
     np.savez_compressed("expected.npz", **found)
 
 
-def _compute(name, model, inputs, found) -> None:  # type: ignore[no-untyped-def]
+def _compute(name: str, model: Any, inputs: Any, found: dict[str, Any]) -> None:
     """What a model says of ``inputs``, and the logits of its routers, by name."""
     import torch
 
@@ -163,7 +164,7 @@ def _write_text(root: Path) -> None:
             (root / domain / f"{number}.txt").write_text(text)
 
 
-def _swapped(family: str, sizes: dict[str, object]):  # type: ignore[no-untyped-def]
+def _swapped(family: str, sizes: dict[str, int]) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -178,7 +179,7 @@ def _swapped(family: str, sizes: dict[str, object]):  # type: ignore[no-untyped-
     return model
 
 
-def _adapter():  # type: ignore[no-untyped-def]
+def _adapter() -> Any:
     """LoRA on the attention of the swapped Mixtral, whose routers are trained whole."""
     import torch
     from peft import LoraConfig, get_peft_model

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import l2r
@@ -181,15 +181,35 @@ def test_the_seed_gives_the_routers_the_same_on_cpu_and_meta():
 
 
 def test_last_save_in_hf_and_the_configuration_beside_it_are_a_folder(tmp_path):
-    """What the trainer writes through the adapter, with the file of hugging_face_model."""
-    from safetensors.torch import save_file
-
+    """What the trainer's checkpointer writes, and the file of hugging_face_model."""
+    settings = of_command_line(
+        "l2r.engines.torchtitan.qwen3",
+        "qwen3_moe_debug",
+        "--checkpoint.enable",
+        "--checkpoint.last_save_model_only",
+        "--checkpoint.last_save_in_hf",
+        "--checkpoint.export_dtype",
+        "float32",
+    )
     config = qwen3_configuration(SIPS)
     model = scaled(config)
-    tensors = L2RQwen3StateDictAdapter(config, None).to_hf(model.state_dict())
-    save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "model.safetensors")
-    hugging_face_model(config).config.save_pretrained(tmp_path)
-    folder = l2r.load_pretrained(tmp_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        checkpointer = settings.checkpoint.build(
+            dataloader=None,
+            model_parts=[model],
+            optimizers=None,
+            lr_schedulers=None,
+            states={},
+            sd_adapter=settings.model_spec.state_dict_adapter(config, None),
+            base_folder=str(tmp_path),
+        )
+        checkpointer.save(7, last_step=True)
+    finally:
+        dist.destroy_process_group()
+    (weights,) = (p for p in tmp_path.rglob("*.safetensors") if p.parent.name != "sharded")
+    folder = weights.parent
+    hugging_face_model(config).config.save_pretrained(folder)
+    loaded = l2r.load_pretrained(folder)
     with torch.no_grad():
-        assert_close(folder(IDS).logits, logits(model), "logits", room=1e-5)
-    assert len(load_file(tmp_path / "model.safetensors")) == len(tensors)
+        assert_close(loaded(IDS).logits, logits(model), "logits", room=1e-5)

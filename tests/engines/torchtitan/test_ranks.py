@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     from torchtitan.models.common.moe_sharding import set_moe_sharding_config
     from torchtitan.models.qwen3.sharding import _GROUPED_EXPERTS_PARAM_LAYOUT
 
+    from l2r.engines.torchtitan.checkpoint import to_hugging_face
     from l2r.engines.torchtitan.spec import with_routers
 
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast, but the target dtype")
@@ -203,7 +204,9 @@ def bf16(rank, start, ours):
     ids = torch.randint(64, (8, 64), generator=torch.Generator().manual_seed(rank))
     model(ids, torch.arange(64).expand(8, 64), None).float().square().mean().backward()
     grads = [{n: p.grad.dtype for n, p in gate.named_parameters()} for gate in gates]
-    return seen, grads
+    made = to_hugging_face(model) if ours else None
+    anchors = None if made is None else made.get_submodule("model.layers.1.mlp.gate").anchors
+    return seen[: len(gates)], grads, None if anchors is None else anchors.detach().clone()
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +226,7 @@ def test_gates_stay_in_float32_under_torchtitans_bf16_policy(in_bf16):
     share = {}
     for ours, ranks in in_bf16.items():
         flips = []
-        for seen, grads in ranks:
+        for seen, grads, _ in ranks:
             for number, (dtypes, x, found) in enumerate(seen):
                 assert dtypes == {torch.float32 if ours else torch.bfloat16}
                 with torch.no_grad():
@@ -234,3 +237,13 @@ def test_gates_stay_in_float32_under_torchtitans_bf16_policy(in_bf16):
         share[ours] = float(torch.stack(flips).mean())
         print(f"float32 gates {ours}: {share[ours]:.2%} of tokens take other experts")
     assert share[True] == 0 and share[False] > 0.005, share
+
+
+@pytest.mark.engine("torchtitan", "checkpoint to HF")
+def test_two_ranks_export_what_they_hold_to_the_bit(in_bf16):
+    """The proof compares in bfloat16, in which these ranks compute; rank 0 has the model."""
+    (_, _, anchors), (_, _, nothing) = in_bf16[True]
+    whole = scaled(qwen3_configuration(ROUTER, dim=64, experts=32, top_k=4))
+    assert nothing is None
+    gate = whole.layers["1"].moe.router.gate
+    assert torch.equal(anchors, gate.anchors.view(anchors.shape))

@@ -1,7 +1,14 @@
 """What the tests of every engine share: routers, text, closeness, and our own commands."""
 
+from copy import deepcopy
+
 import torch
 from transformers import AutoModelForCausalLM
+
+from l2r.engines.proof import MULTIPLE
+from l2r.functional import load_balancing_loss, router_z_loss
+from l2r.hf.models import computing_experts
+from l2r.routers import capture
 
 ROUTERS = {
     "linear": {},
@@ -45,6 +52,37 @@ def next_token_loss(logits, ids):
     return torch.nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
     )
+
+
+def backward_in_float64(model, ids, balance, z):
+    """A copy of our model with the gradients of the same loss in float64.
+
+    ``balance`` and ``z`` are coefficients of the router losses.
+    """
+    wide = deepcopy(model).double()
+    wide.zero_grad()
+    with capture(wide) as captured, computing_experts(wide, "eager"):
+        logits = wide(ids).logits
+    balancing = load_balancing_loss(captured.logits(), captured.indices(), variant="olmoe")
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    (loss + balance * balancing + z * router_z_loss(captured.logits())).backward()
+    return wide
+
+
+def check_gradients(pairs, exact):
+    """Each gradient of ours and of an engine, equal within the rounding of ours.
+
+    ``pairs`` are ours and theirs, ``exact`` ours in float64 and theirs. A gradient sums over tokens
+    what enters the sums of the layer before, so that its rounding is measured.
+    """
+    compared = 0
+    for (here, there), (true, _) in zip(pairs, exact, strict=True):
+        assert here.abs().max() > 0
+        rounding = float((here - true).abs().max() / here.abs().max())
+        assert rounding < 1e-5
+        assert_close(there, here, str(compared), room=max(1e-6, MULTIPLE * rounding))
+        compared += 1
+    assert compared > 20
 
 
 def check_checkpoint(model, ids, logits, tokenizer, folder, l2r, text_folder):

@@ -1,15 +1,18 @@
 """OLMo-core's layer with our plug is our OLMoE layer: logits, losses, weights, gradients."""
 
-from copy import deepcopy
-
 import pytest
 import torch
 
-from l2r.engines.proof import MULTIPLE
 from l2r.functional import load_balancing_loss, router_z_loss
-from l2r.hf.models import computing_experts
 from l2r.routers import capture
-from tests.engines.engines import ROUTERS, assert_close, next_token_loss, periodic
+from tests.engines.engines import (
+    ROUTERS,
+    assert_close,
+    backward_in_float64,
+    check_gradients,
+    next_token_loss,
+    periodic,
+)
 
 from .models import LAYERS, VOCABULARY, WEIGHTS, small
 
@@ -17,19 +20,6 @@ from l2r.engines.olmoe_tensors import Tensors  # isort: skip
 from l2r.engines.olmo_core.checkpoint import _pairs, to_hugging_face  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:Grouped GEMM not available")
-
-
-def backward_in_float64(model, ids):
-    """A copy of our model with the same losses and its gradients in float64."""
-    wide = deepcopy(model).double()
-    wide.zero_grad()
-    with capture(wide) as captured, computing_experts(wide, "eager"):
-        logits = wide(ids).logits
-        balance = load_balancing_loss(captured.logits(), captured.indices(), variant="olmoe")
-        z = router_z_loss(captured.logits())
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        (loss + WEIGHTS["lb_loss_weight"] * balance + WEIGHTS["z_loss_weight"] * z).backward()
-    return wide
 
 
 @pytest.mark.engine("olmo-core", "aux losses equal")
@@ -55,7 +45,7 @@ def test_model_equals_ours(kind, reordered_norm):
     z = router_z_loss(captured.logits())
     loss = next_token_loss(logits, ids)
     (loss + WEIGHTS["lb_loss_weight"] * balance + WEIGHTS["z_loss_weight"] * z).backward()
-    wide = backward_in_float64(ours, ids)
+    wide = backward_in_float64(ours, ids, WEIGHTS["lb_loss_weight"], WEIGHTS["z_loss_weight"])
 
     assert_close(theirs, logits, "logits")
     for (weights, indices, *_), own in zip(routed, captured.outputs.values(), strict=True):
@@ -69,12 +59,4 @@ def test_model_equals_ours(kind, reordered_norm):
         assert_close(metrics[f"{name} unscaled"][0] / LAYERS, value, name, scale=scale)
     gradients = [{name: p.grad for name, p in m.named_parameters()} for m in (ours, wide, model)]
     mine, exact, theirs = (Tensors("", g) for g in gradients)
-    pairs = _pairs(model, mine, theirs), _pairs(model, exact, Tensors("", gradients[2]))
-    compared = 0
-    for (here, there), (true, _) in zip(*pairs, strict=True):
-        assert here.abs().max() > 0
-        rounding = float((here - true).abs().max() / here.abs().max())
-        assert rounding < 1e-5
-        assert_close(there, here, str(compared), room=max(1e-6, MULTIPLE * rounding))
-        compared += 1
-    assert compared > 20
+    check_gradients(_pairs(model, mine, theirs), _pairs(model, exact, Tensors("", gradients[2])))

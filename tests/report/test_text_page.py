@@ -28,7 +28,8 @@ def page(open_tab, path):
     tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.on("console", lambda message: errors.append(message.text))
     tab.goto(path.as_uri())
-    tab.locator(".t").first.wait_for()  # passages are laid out when they are near
+    # Passages are rendered when they are near, and have no text before.
+    wait_until(tab, "document.querySelector('.passage')?.innerText")
     yield tab
     assert errors == []
 
@@ -220,5 +221,5 @@ def test_a_large_page_lays_out_only_what_is_near_the_window(open_tab, tmp_path):
     tab.goto(write_text_page(texts, tmp_path / "page.html").as_uri())
     assert tab.locator(".t").count() == 8000
     drawn = "token => token.checkVisibility({contentVisibilityAuto: true})"
-    assert tab.locator(".t").first.evaluate(drawn)
+    wait_until(tab, f"({drawn})(document.querySelector('.t'))")
     assert not tab.locator(".t").last.evaluate(drawn)

@@ -192,15 +192,16 @@ QUINCE = (
 
 @pytest.mark.parametrize(("name", "note"), [("plum", PLUM), ("quince", QUINCE)])
 def test_check_and_diagnose_see_the_routers_and_say_what_they_are(
-    name, note, l2r, folders, tmp_path
+    name, note, l2r, folders, text_folder, tmp_path
 ):
-    checked = l2r("check", folders[name], "--trust-remote-code")
+    text = ("--trust-remote-code", "--data", text_folder)  # the embedded corpus takes half a minute
+    checked = l2r("check", folders[name], *text)
     assert f"routers of {name}: {note}" in checked.err
     (line,) = [line for line in checked.out.splitlines() if " selection: " in line]
     assert note in line and line.split()[0] == ("ok" if name == "plum" else "skipped")
     assert "fault" not in [line.split()[0] for line in checked.out.splitlines()[1:]]
     options = ("--instances", "1", "--length", "16", "--certify", "0", "--out", tmp_path / "page")
-    diagnosed = l2r("diagnose", folders[name], "--trust-remote-code", *options)
+    diagnosed = l2r("diagnose", folders[name], *text, *options)
     assert diagnosed.code == 0 and f"routers of {name}: {note}" in diagnosed.err
 
 

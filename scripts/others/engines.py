@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "engines.md"
 MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
 SNIPPETS = ("snippets", "logits after export", "minutes", "size")
 COLUMNS = (
-    "train step", "aux losses equal", "FSDP", "TP", "EP", "routes", "checkpoint to HF", "served"
+    "train step", "aux losses equal", "FSDP", "TP", "EP", "routes", "checkpoint to HF"
 )  # fmt: skip
 NONE = {("torchtitan", "aux losses equal"): "has none"}
 

@@ -54,6 +54,23 @@ def next_token_loss(logits, ids):
     )
 
 
+def walk_table(rows):
+    """Lines of a Markdown table of a walk over an engine's settings, a row for each value.
+
+    A row has of, field, value, moved (share of the largest logit), outcome (equal, refused or
+    engine), difference and said.
+    """
+    yield "| of | field | value | moves logits by | outcome |"
+    yield "| --- | --- | --- | --- | --- |"
+    for row in rows:
+        moved = "-" if row.moved is None else f"{row.moved:.1%}"
+        said = row.said.replace("|", "\\|").replace("<", "&lt;")
+        close = "within rounding" if row.difference is None else f"{row.difference:.1e}"
+        outcome = f"equal, {close}" if row.outcome == "equal" else said
+        outcome = f"not on a CPU: {said}" if row.outcome == "engine" else outcome
+        yield f"| {row.of} | `{row.field}` | `{row.value}` | {moved} | {outcome} |"
+
+
 def backward_in_float64(model, ids, balance, z):
     """A copy of our model with the gradients of the same loss in float64.
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Answer(NamedTuple):
-    """What an engine's model says: ids [1, S], logits [1, S, V], and the experts that it took.
+    """Output of an engine's model: ids [1, S], logits [1, S, V], and the experts that it took.
 
     dtype: what it computes in.
     """

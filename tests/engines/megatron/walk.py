@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from l2r.errors import InputError
+from tests.engines.engines import walk_table
 
 from .models import GPTModel, TransformerConfig, get_gpt_layer_local_spec, one_rank, scale
 
@@ -315,17 +316,8 @@ def table(found: list[Row]) -> str:
         f"{count['engine']} that Megatron does not build or run on a CPU. "
         f"{len(shows)} move the engine's logits by over 1%.",
         "",
-        "| of | field | value | moves logits by | outcome |",
-        "| --- | --- | --- | --- | --- |",
     ]
-    for row in found:
-        moved = "-" if row.moved is None else f"{row.moved:.1%}"
-        said = row.said.replace("|", "\\|").replace("<", "&lt;")
-        close = "within rounding" if row.difference is None else f"{row.difference:.1e}"
-        outcome = f"equal, {close}" if row.outcome == "equal" else said
-        outcome = f"not on a CPU: {said}" if row.outcome == "engine" else outcome
-        lines.append(f"| {row.of} | `{row.field}` | `{row.value}` | {moved} | {outcome} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *walk_table(found)]) + "\n"
 
 
 if __name__ == "__main__":

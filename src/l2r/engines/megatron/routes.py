@@ -87,7 +87,7 @@ def _seats(
 
 
 class _Listening:
-    """What a router without a RouterReplay asks which experts to take: its own."""
+    """Stand in for the RouterReplay of a router that has none: it takes its own experts."""
 
     def __init__(self, router: Any, choose: Choose) -> None:
         self.router, self.choose = router, choose

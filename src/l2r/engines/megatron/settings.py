@@ -1,4 +1,4 @@
-"""Which settings of Megatron-core an OLMoE on Hugging Face holds, and what is said of the others.
+"""Settings of Megatron-core: which an OLMoE on Hugging Face holds, and what is said of the others.
 
 Every field of a TransformerConfig, and every argument of its model, is carried over, or has no
 effect on the logits (``FREE``, by the reason), or must have one value: that in ``FIXED``, else its
@@ -173,7 +173,7 @@ expert_tensor_parallel_num_weight_shards mtp_standalone pre_process post_process
 
 
 def selection_rule(config: Any) -> Selection:
-    """How Megatron chooses experts from logits, where it chooses as one of our routers may."""
+    """Rule by which Megatron chooses experts from logits, where one of our routers has it too."""
     softmax = config.moe_router_score_function == "softmax"
     return Selection(
         gate=config.moe_router_score_function,

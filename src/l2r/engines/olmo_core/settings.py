@@ -1,4 +1,4 @@
-"""Which settings of OLMo-core have an export to Hugging Face, said before the training.
+"""Settings of OLMo-core: which have an export to Hugging Face, said before the training.
 
     config = TransformerConfig.olmoe_1B_7B(vocab_size=50304)
     plug(config, {"kind": "l2r_sips", "rank": 2, "heads": 16})  # warns of each that has none
@@ -139,7 +139,7 @@ def hugging_face_sizes(model: Any) -> dict[str, Any]:
 
 
 def post_norm(model: Any) -> bool:
-    """Whether norms follow the sublayers, as in FlexOlmo."""
+    """Return whether norms follow the sublayers, as in FlexOlmo."""
     return isinstance(blocks_of(model)[0], MoEReorderedNormTransformerBlock)
 
 
@@ -237,7 +237,7 @@ def _rope(rope: Any) -> dict[str, Any]:
             return found | {"rope_theta": float(scaling.new_theta)}
         try:
             return found | scaling.to_hf_config()
-        except NotImplementedError:
+        except NotImplementedError:  # OLMo-core's word for a kind that Hugging Face lacks
             pass
     raise InputError(
         "block.attention.rope.scaling must be of a kind that Hugging Face has; got "

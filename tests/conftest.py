@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,14 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests of a program that is not installed."""
+    for item in items:
+        for mark in item.iter_markers("tool"):
+            if find_spec(mark.args[0]) is None:
+                item.add_marker(pytest.mark.skip(reason=f"needs {mark.args[0]}: make tools-test"))
 
 
 @pytest.fixture(autouse=True)

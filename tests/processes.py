@@ -31,14 +31,14 @@ set_forkserver_preload(  # what cannot be imported here is left out
         "l2r.hf.checkpoints.pretrained",
         "l2r.cli",
         "l2r.analysis.diagnostics.model_diagnosis",
-        "l2r.training.evaluation.downstream",
+        "l2r_lab.training.evaluation.downstream",
         "l2r.engines.trainer",
         "l2r.hf.models",
         "l2r.report.diagnosis",
         "l2r.hf.swap",
-        "l2r.training.language",
-        "l2r.training.loop",
-        "l2r.training.vision",
+        "l2r_lab.training.language",
+        "l2r_lab.training.loop",
+        "l2r_lab.training.vision",
     ]
 )
 _CONTEXT = get_context("forkserver")

@@ -86,6 +86,17 @@ def test_only_what_others_raise_and_input_errors_blame_the_input() -> None:
     assert not blames_input(raised(lambda: {}["name"]))  # of this file, which nobody installed
     assert not blames_input(KeyError("never raised"))
 
+    def installed(module):
+        """A function of an installed package that fails."""
+        file = json.__file__.replace("__init__", "made_up")
+        scope = {"__name__": module}
+        exec(compile("def fail(): {}['name']", file, "exec"), scope)
+        return scope["fail"]
+
+    assert blames_input(raised(installed("others.reading")))
+    for package in ("l2r", "l2r_lab"):
+        assert not blames_input(raised(installed(f"{package}.reading")))
+
 
 def test_what_a_router_of_the_users_refuses_is_bad_input_and_what_ours_raises_is_not() -> None:
     import dataclasses

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
-from l2r.functional.projection import low_rank_query
+from l2r.functional.scoring import low_rank_query
 from l2r.hf.models import olmoe
 from tests import shape_checks
 

@@ -87,7 +87,8 @@ class Launch(NamedTuple):
 
 def launches(case: Case) -> list[Launch]:
     """What a forward and a backward of the case launch, in their order."""
-    from l2r.kernels.contract import Options, ScoreConstants, Tensors
+    from l2r.functional.scoring import ScoreConstants
+    from l2r.kernels.contract import Options, Tensors
     from l2r.kernels.triton import launch
 
     tokens, hidden, experts, rank = case.tokens, case.hidden, case.experts, case.rank
@@ -202,7 +203,7 @@ def operations(case: Case, launch: Launch) -> tuple[float, float]:
 
 def least_seconds(case: Case, launch: Launch, gpu: str) -> float:
     """The longer of bytes over bandwidth and arithmetic over its rate."""
-    from l2r.cost.planning.hardware import GPUS
+    from l2r_lab.planning.cut import GPUS
 
     card, (products, others) = GPUS[gpu], operations(case, launch)
     tensor_cores = case.rank > 4 and gpu != AMD["gfx942"]  # there they are fp32 products
@@ -212,7 +213,7 @@ def least_seconds(case: Case, launch: Launch, gpu: str) -> float:
 
 def linear_seconds(case: Case, gpu: str) -> float:
     """A linear router of these sizes: three fp32 products; x read twice, its gradient written."""
-    from l2r.cost.planning.hardware import GPUS
+    from l2r_lab.planning.cut import GPUS
 
     card, (tokens, hidden, experts) = GPUS[gpu], case[1:4]
     wide = 2 * tokens * hidden * experts / card.wide_flops

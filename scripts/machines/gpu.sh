@@ -50,7 +50,7 @@ nvidia-smi --query-gpu=name,driver_version --format=csv,noheader >>"$OUT/status.
 few=${QUICK:+--quick}
 ratio_seconds=${RATIO_SECONDS:-0.7}
 if [ -n "$few" ]; then ratio_seconds=0.1; fi
-ratios="python3 -m scripts.machines.router_ratios --device cuda"
+ratios="python3 -m benchmarks.router_ratios --device cuda"
 
 commands() { # a run in bf16 and what one does with it; one that hangs says where
   cat >"$parts/commands.sh" <<SH
@@ -87,11 +87,11 @@ for router in linear l2r-sips; do
   part "train-$router" 90 python3 scripts/machines/train_run.py --recipe "small/gpu-$router" --steps 40 \
     --out "$parts/out"
 done
-benches=()
-for job in "60 router --seconds 1" "45 step --seconds 3" "45 moe --seconds 1.5" "50 inference --seconds 3" \
-  "20 memory" "50 scaling --seconds 0.8" "120 router --seconds 1 --compiled"; do # compilers are slow: last
-  read -r limit name options <<<"$job"
-  benches+=("$limit bench $name --device cuda --out $parts/out $options $few")
+benches=("80 l2r bench inference --seconds 3 --device cuda --out $parts/out ${QUICK:+--size tiny}")
+for job in "60 benchmarks.router --seconds 1" "45 benchmarks.step --seconds 3" "45 benchmarks.moe --seconds 1.5" \
+  "20 benchmarks.memory" "50 benchmarks.scaling --seconds 0.8" \
+  "120 benchmarks.router --seconds 1 --compiled"; do # compilers are slow: last
+  benches+=("$job --device cuda --out $parts/out $few")
 done
-part benches 300 python3 scripts/machines/in_one_process.py "${benches[@]}"
+part benches 300 python3 -m scripts.machines.in_one_process "${benches[@]}"
 cat "$OUT/tables.txt" "$OUT/status.txt"

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from l2r import build_router
-from l2r.cost.planning.recipe_model import example_batch
 from l2r.kernels import guard
-from l2r.training.optimizer import build_optimizer
-from l2r.training.ranks import Ranks
-from l2r.training.recipes.load import load_recipe
-from l2r.training.recipes.schema import LanguageRecipe
-from l2r.training.step import TrainingStep
+from l2r_lab.planning.sizes import example_batch
+from l2r_lab.training.optimizer import build_optimizer
+from l2r_lab.training.ranks import Ranks
+from l2r_lab.training.recipes.load import load_recipe
+from l2r_lab.training.recipes.schema import LanguageRecipe
+from l2r_lab.training.step import TrainingStep
 
 KINDS: dict[str, dict[str, Any]] = {
     "l2r_sips": {},
@@ -34,13 +34,13 @@ KINDS: dict[str, dict[str, Any]] = {
 DEVICE = torch.device("cuda")
 
 
-def compared(kind: str, dtype: torch.dtype) -> list[guard.Verdict]:
+def compared(kind: str, dtype: torch.dtype) -> list[guard.KernelVerdict]:
     """A router's first call in a fresh process, and in one that has its kernels."""
     options = KINDS[kind]
     sizes = {"hidden_size": 2048, "num_experts": 64, "top_k": 8}
     router = build_router(kind.split(",", maxsplit=1)[0], **sizes, **options).to(DEVICE)
     x = torch.randn(4096, 2048, device=DEVICE, dtype=dtype)
-    found: list[guard.Verdict] = []
+    found: list[guard.KernelVerdict] = []
     for _ in range(2):
         guard.verdicts.clear()
         router(x)
@@ -51,7 +51,7 @@ def compared(kind: str, dtype: torch.dtype) -> list[guard.Verdict]:
 def waits() -> str:
     """What torch says of a step that waits for the device; empty if none does."""
     recipe = load_recipe("demo/l2r-sips", ["training.precision=bf16"])
-    from l2r.training.language import LanguageTask
+    from l2r_lab.training.language import LanguageTask
 
     assert isinstance(recipe, LanguageRecipe)
     model = LanguageTask(recipe, print).build_model().to(DEVICE)

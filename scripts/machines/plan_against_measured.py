@@ -1,10 +1,10 @@
 """Planned against measured peak memory: real training steps on a CPU, each in its own processes.
 
-    python scripts/machines/plan_against_measured.py --out results/plan
+    python -m scripts.machines.plan_against_measured --out results/plan
 
 Every run trains two steps of a recipe in our own loop, forward to optimizer; torch's profiler
 adds up what its allocator hands out and takes back, the count that a GPU's
-``max_memory_allocated`` gives. Beside it stand the simulation and the formula of l2r.cost.planning.
+``max_memory_allocated`` gives. Beside it stand the simulation and the formula of l2r_lab.planning.
 Writes memory.json and memory.md.
 """
 
@@ -20,14 +20,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from l2r.cost.benchmarks.memory import traced_peak
-from l2r.cost.planning.cut import Cut
-from l2r.cost.planning.peak_memory import formula
-from l2r.cost.planning.simulate import simulate
-from l2r.cost.planning.sizes import read_sizes
+from benchmarks.memory import traced_peak
 from l2r.report.tables import Table
-from l2r.training.loop import train
-from l2r.training.recipes.load import AnyRecipe, load_recipe
+from l2r_lab.planning.cut import StepCut
+from l2r_lab.planning.formula import formula
+from l2r_lab.planning.simulate import simulate
+from l2r_lab.planning.sizes import read_sizes
+from l2r_lab.training.loop import train
+from l2r_lab.training.recipes.load import AnyRecipe, load_recipe
 
 # recipe, form, ranks, changes
 RUNS: list[tuple[str, str, int, list[str]]] = [
@@ -78,7 +78,14 @@ def measure(recipe: str, ranks: int, changes: list[str]) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, __file__, "--worker", recipe, *changes]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.machines.plan_against_measured",
+        "--worker",
+        recipe,
+        *changes,
+    ]
     common = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if ranks > 1:
         common |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -107,7 +114,7 @@ def compare(recipe: str, parallel: str, ranks: int, changes: list[str]) -> dict[
     changes = [*changes, f"training.parallel={parallel}", "training.steps=9"]
     loaded = load_recipe(recipe, changes)
     training = loaded.training
-    cut = Cut(
+    cut = StepCut(
         parallel,
         ranks,
         training.global_batch,

@@ -21,10 +21,10 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from l2r.cost.planning.hardware import GPUS, Gpu, find_gpu
 from l2r.report.style import layout, line_style
 from l2r.report.tables import Table
 from l2r.routers.count import router_cost, router_parameters
+from l2r_lab.planning.cut import GPUS, Gpu, find_gpu
 
 ROUTERS: dict[str, dict[str, int]] = {
     "linear": {},

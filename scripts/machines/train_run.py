@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from l2r.cost.benchmarks.results import environment
-from l2r.training.loop import train
-from l2r.training.recipes.load import load_recipe
+from l2r_lab.timing import environment
+from l2r_lab.training.loop import train
+from l2r_lab.training.recipes.load import load_recipe
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

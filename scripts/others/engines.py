@@ -7,12 +7,11 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterable
 from pathlib import Path
 
-from scripts.others.engine_page import environments
-
 from l2r.engines.engine import ENGINES
+from l2r.files.atomic import write_text
 from l2r.report.tables import Table
-from l2r.runs.atomic import write_text
 from l2r.versions import TRIED
+from scripts.others.engine_page import environments
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "engines.md"
@@ -80,6 +79,7 @@ def main() -> None:
     """Table of the results in the folders of the environments; exit code 1 for what failed."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".engines"
     rows, failures = read(folder, environments(PAGE.read_text(encoding="utf-8")))
+    failures += outcomes(folder / "deepspeed" / "results.xml")[2]  # no engine of ours: coefficients
     table = Table("Engines", ("engine", *SNIPPETS, *COLUMNS), tuple(rows)).to_markdown()
     old = PAGE.read_text(encoding="utf-8")
     head, rest = old.split(MARKS[0])

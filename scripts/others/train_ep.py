@@ -17,8 +17,7 @@ from transformers.distributed import DistributedConfig
 import l2r
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.routers import capture
-from l2r.training.data import TokenDataset
-from l2r.training.evaluation import token_losses
+from l2r.text import TokenDataset, token_losses
 
 start, tokens, out = sys.argv[1:4]
 length, steps, batch = map(int, sys.argv[4:])

@@ -40,13 +40,13 @@ os.environ.setdefault("L2R_GUARD", "off")  # a kernel against plain code, which 
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads cost more than small files
 
 import torch  # noqa: E402
+
+from l2r.cli import app  # noqa: E402
+from l2r.hf.swap.families import FAMILIES  # noqa: E402
 from scripts.pages.marks import with_section  # noqa: E402
 from tests import quick  # noqa: E402
 from tests.system import cells  # noqa: E402
 from tests.system.cells import COMMANDS, DTYPES, KINDS, Cell, Folders  # noqa: E402
-
-from l2r.cli import app  # noqa: E402
-from l2r.hf.swap.families import FAMILIES  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PAGE, KEPT, SECTION = ROOT / "docs" / "swap.md", ROOT / "results" / "cells.jsonl", "cells"

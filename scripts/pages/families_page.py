@@ -16,6 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 from textwrap import wrap
 
+from l2r.hf.swap import rules
+from l2r.hf.swap.families import FAMILIES
+from l2r.report.tables import Table
 from scripts.pages.architectures import (
     NEW,
     RECOGNIZED,
@@ -27,10 +30,6 @@ from scripts.pages.architectures import (
 from scripts.pages.marks import with_section
 from scripts.pages.recognized import looked_at
 from tests.hf.family_check import COLUMNS, FamilyResult, check_families
-
-from l2r.hf.swap import rules
-from l2r.hf.swap.families import FAMILIES
-from l2r.report.tables import Table
 
 PAGE = Path(__file__).parents[2] / "docs" / "swap.md"
 SECTION = "families"

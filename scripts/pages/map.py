@@ -1,4 +1,4 @@
-"""Draw the map of dev/architecture.md, a Mermaid figure, from the package's imports.
+"""Draw the map of dev/architecture.md, a Mermaid figure, from the imports of both packages.
 
     python scripts/pages/map.py
 
@@ -14,11 +14,19 @@ PAGE = Path(__file__).resolve().parents[2] / "dev" / "architecture.md"
 BEGIN, END = "<!-- map -->\n", "<!-- end of map -->\n"
 
 
-def imports(package: str = "l2r") -> dict[str, set[str]]:
-    """Rooms (the packages inside ``package``) and the rooms that each imports from."""
-    graph = grimp.build_graph(package, cache_dir=None, exclude_type_checking_imports=True)
-    rooms = {child for child in graph.find_children(package) if graph.find_children(child)}
-    below: dict[str, set[str]] = {room.partition(".")[2]: set() for room in rooms}
+PACKAGES = ("l2r_lab", "l2r")
+
+
+def imports() -> dict[str, set[str]]:
+    """Rooms, the packages inside both packages, and the rooms that each imports from.
+
+    ``files`` is a room of the library, ``lab.files`` one of the laboratory.
+    """
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None, exclude_type_checking_imports=True)
+    children = {child for package in PACKAGES for child in graph.find_children(package)}
+    below: dict[str, set[str]] = {
+        _room(room): set() for room in children if graph.find_children(room)
+    }
     for module in graph.modules:
         room = _room(module)
         if room in below:
@@ -28,7 +36,8 @@ def imports(package: str = "l2r") -> dict[str, set[str]]:
 
 
 def _room(module: str) -> str:
-    return [*module.split("."), ""][1]
+    package, *rest = [*module.split("."), ""]
+    return f"lab.{rest[0]}" if package == "l2r_lab" else rest[0]
 
 
 def reachable(below: Mapping[str, set[str]], start: str) -> set[str]:
@@ -62,7 +71,11 @@ def arrows(below: Mapping[str, set[str]]) -> list[tuple[str, str]]:
 def figure(below: Mapping[str, set[str]]) -> str:
     """The map in Mermaid's language, rooms that import most first."""
     order = sorted(below, key=lambda room: (-len(reachable(below, room)), room))
-    lines = ["```mermaid", "flowchart TD", *(f"    {room}([{room}/])" for room in order)]
+    lines = ["```mermaid", "flowchart TD"]
+    for package, is_lab in (("l2r_lab", True), ("l2r", False)):
+        inside = [room for room in order if room.startswith("lab.") == is_lab]
+        names = [f"        {room}([{room.removeprefix('lab.')}/])" for room in inside]
+        lines += [f"    subgraph {package}", *names, "    end"]
     lines += [f"    {room} --> {target}" for room, target in arrows(below)]
     return "\n".join([*lines, "```", ""])
 

@@ -1,4 +1,4 @@
-"""Write the table of ranks by number of experts in docs/evidence.md, from results/.
+"""Write the table of ranks by number of experts in results/evidence/README.md.
 
     PYTHONPATH=. python -m scripts.pages.needed_rank
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
-from scripts.pages.marks import with_section
-from scripts.pages.routers_by_experts import PAGE, study_in_results
 
 from l2r.report.palette import INK, router_color
 from l2r.report.style import layout
-from l2r.runs.study import Study
 from l2r.stats.intervals import mean_or_nan
+from l2r_lab.files.study import Study
+from scripts.pages.marks import with_section
+from scripts.pages.routers_by_experts import PAGE, study_in_results
 
 SECTION = "ranks by experts"
 RANKS = (2, 8, 16, 32, 64)

@@ -18,7 +18,8 @@ from pathlib import Path
 import plotly.graph_objects as go
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
-from scripts.pages import needed_rank, routers_by_experts
+
+from scripts.pages import gap_by_tokens, needed_rank, routers_by_experts
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 STUDIES = {  # picture: plan, words of a figure
@@ -31,6 +32,7 @@ OF_SEVERAL: dict[str, tuple[Callable[[], go.Figure], str]] = {  # of several stu
         lambda: routers_by_experts.figure(list(routers_by_experts.all_arms())),
         "router parameters over",
     ),
+    "gap-by-tokens": (gap_by_tokens.figure, "tokens seen"),
     "needed-rank": (lambda: needed_rank.figure(needed_rank.ranks()), "router parameters of"),
 }
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -92,6 +94,11 @@ def studies() -> None:
             figure(page, IMAGES / f"{name}.png", words)
 
 
+def small(path: Path) -> None:
+    """Save a picture again with 255 colors."""
+    Image.open(path).convert("RGB").quantize(255).save(path, optimize=True)
+
+
 def main() -> None:
     """Take all of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -116,8 +123,7 @@ def main() -> None:
         *STUDIES,
         *OF_SEVERAL,
     ):
-        path = IMAGES / f"{name}.png"
-        Image.open(path).convert("RGB").quantize(255).save(path, optimize=True)
+        small(IMAGES / f"{name}.png")
 
 
 if __name__ == "__main__":

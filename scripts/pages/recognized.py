@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from scripts.pages.architectures import MODELS, NEW, RECOGNIZED, Architecture, model_types
-from tests.hf.family_sizes import TINY
 from transformers import AutoConfig, AutoModel
 
 from l2r.hf.swap.sites import recognition_note
+from scripts.pages.architectures import MODELS, NEW, RECOGNIZED, Architecture, model_types
+from tests.hf.family_sizes import TINY
 
 # The names that families give to their number of experts, and layers that are not dense.
 SIZES = {**TINY, **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)}

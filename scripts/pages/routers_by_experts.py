@@ -1,4 +1,4 @@
-"""Write the table of routers by number of experts in docs/evidence.md, from results/.
+"""Write the table of routers by number of experts in results/evidence/README.md.
 
     PYTHONPATH=. python -m scripts.pages.routers_by_experts
 
@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import plotly.graph_objects as go
-from scripts.pages.marks import with_section
 
 from l2r.report.palette import router_color
 from l2r.report.style import layout
-from l2r.runs.study import Study
 from l2r.stats.intervals import Interval, mean_interval, mean_or_nan
-from l2r.studies.judging import Places, results_of, study_of
-from l2r.studies.registration import read_plan
+from l2r_lab.files.study import Study
+from l2r_lab.studies.judging import StudyPlaces, results_of, study_of
+from l2r_lab.studies.registration import read_plan
+from scripts.pages.marks import with_section
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "evidence.md"
+STORED = ROOT / "results" / "evidence"
+PAGE = STORED / "README.md"
 SECTION = "routers by experts"
 TIMES = ROOT / "results" / "router-time.md"
 HEAD = (
@@ -139,8 +140,8 @@ def study_in_results(name: str) -> Study:
     """The study as it is kept in results/evidence."""
     registered = read_plan(name)
     cells = registered.plan.cells(registered.plan.seeds.most)
-    places = Places(ROOT / "results" / "evidence" / name, ROOT / "runs")
-    return study_of(registered, results_of(registered, cells, places))
+    places = StudyPlaces(STORED / name, ROOT / "runs")
+    return study_of(registered, results_of(registered, cells, places), places.ended())
 
 
 def arms_of(name: str, study: Study) -> Iterator[Arm]:
@@ -172,7 +173,7 @@ def difference(study: Study, arm: str, linear: str) -> tuple[Interval, str]:
     for judged in study.judged:
         contrast = judged.contrast
         if (contrast.first, contrast.second, contrast.metric) == (arm, linear, "validation_ce"):
-            return judged.difference, judged.verdict
+            return judged.difference, judged.says(".3f")
     own, base = (study.values(name, "validation_ce") for name in (arm, linear))
     return mean_interval([a - b for a, b in zip(own, base, strict=True)]), "not in the plan"
 

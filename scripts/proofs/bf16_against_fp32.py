@@ -25,13 +25,13 @@ from torch import nn
 from torch.nn.functional import grouped_mm
 from torch.nn.modules.module import register_module_forward_hook
 
+from l2r.files.folder import RunFolder
 from l2r.moe import grouped
 from l2r.routers import Router
-from l2r.runs.folder import RunFolder
-from l2r.training import loop
-from l2r.training import step as steps
-from l2r.training.objective import auxiliary_losses, expert_loads
-from l2r.training.recipes.load import load_recipe
+from l2r_lab.training import loop
+from l2r_lab.training import step as steps
+from l2r_lab.training.objective import auxiliary_losses, expert_loads
+from l2r_lab.training.recipes.load import load_recipe
 
 PRECISIONS = ("fp32", "bf16")
 LANGUAGE = [

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from scripts.proofs.mutant_trees import ROOT, copy_tree, run_tests
 
 LIST = Path(__file__).with_name("mutants_by_hand.yaml")
@@ -49,7 +50,7 @@ def _try(
     entry: dict[str, Any], tree: Path, fast: bool, *, skip_fast: bool
 ) -> tuple[str, str, bool]:
     """What found a change, and the test; whether slow tests ran or had no need to."""
-    place = tree / "src" / "l2r" / entry["file"]
+    place = tree / "src" / entry["file"]
     source = place.read_text(encoding="utf-8")
     if source.count(entry["old"]) != 1:
         return "stale", "", True
@@ -70,7 +71,7 @@ def _try(
 
 
 def _key(entry: dict[str, Any]) -> str:
-    text = (ROOT / "src" / "l2r" / entry["file"]).read_bytes()
+    text = (ROOT / "src" / entry["file"]).read_bytes()
     return hashlib.sha256(repr([entry["old"], entry["new"]]).encode() + text).hexdigest()
 
 
@@ -105,7 +106,7 @@ def write(page: Path, work: Path) -> int:
         lines.append(f"| {' | '.join(map(str, (room, len(pairs), first, *now)))} |")
     for entry, result in tried:
         if result["found"] in ("nothing", "stale"):
-            where = f"src/l2r/{entry['file']} (change {entry['n']})"
+            where = f"src/{entry['file']} (change {entry['n']})"
             lines.append(f"\n{result['found'].capitalize()}: {where}, {entry['under']}.")
     text, new = page.read_text(encoding="utf-8"), "\n".join(lines) + "\n"
     old = section(text)

@@ -27,14 +27,14 @@ from pathlib import Path
 import torch
 
 from l2r.cli.console import print_table
+from l2r.files.atomic import write_text
+from l2r.files.folder import RunFolder
 from l2r.hf.checkpoints import load_causal_lm  # imported once, before the forks
 from l2r.machine import describe_machine
 from l2r.report.tables import Table
-from l2r.runs.atomic import write_text
-from l2r.runs.folder import RunFolder
-from l2r.training import language
-from l2r.training.loop import train
-from l2r.training.recipes.load import load_recipe
+from l2r_lab.training import language
+from l2r_lab.training.loop import train
+from l2r_lab.training.recipes.load import load_recipe
 
 _WARM = (load_causal_lm, language)
 RECIPE = "demo/l2r-sips"

@@ -7,8 +7,8 @@ Cosmic Ray lists the mutants; each room has a sample chosen by a hash (0 for all
 tracked files is mutated, never this checkout. One process imports torch once and forks for every
 mutant, whose room's tests run until the first failure. Results are kept in WORK/ROOM.sqlite, so
 that a stopped run resumes; mutants of a changed source file are tried again, survivors with
-``--again``. The table and every survivor go to dev/mutants.md, with the reasons in
-dev/mutants-explained.yaml. ``--by-hand`` tries the changes of mutants_by_hand.yaml; see by_hand.py.
+``--again``. The table and the open survivors go to dev/mutants.md; those that change nothing are
+in mutants_explained.yaml. ``--by-hand`` tries the changes of mutants_by_hand.yaml; see by_hand.py.
 """
 
 import argparse
@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+
 from scripts.proofs import by_hand
 from scripts.proofs.mutant_trees import ROOT, copy_tree, run_tests
 
 PAGE = ROOT / "dev" / "mutants.md"
-EXPLAINED = ROOT / "dev" / "mutants-explained.yaml"
+EXPLAINED = Path(__file__).with_name("mutants_explained.yaml")
 PRELOADED = (
     "scipy.stats", "torch.distributed.fsdp", "hypothesis", "pytest", "peft",
     "transformers.models.olmoe.modeling_olmoe",
@@ -34,7 +35,7 @@ LEFT_OUT = ("core/ReplaceBinaryOperator_BitOr_", "core/RemoveDecorator")
 
 
 class Room(NamedTuple):
-    """sources: globs below src/l2r, without __init__ files. tests: arguments of pytest, the
+    """sources: globs below src, without __init__ files. tests: arguments of pytest, the
     fastest first. seconds: limit of one mutant."""
 
     sources: tuple[str, ...]
@@ -43,38 +44,48 @@ class Room(NamedTuple):
 
 
 ROOMS = {
-    "functional": Room(("functional/*.py",), ("tests/functional", "tests/paper/test_equations.py")),
+    "functional": Room(
+        ("l2r/functional/*.py",), ("tests/functional", "tests/paper/test_equations.py")
+    ),
     "routers": Room(
-        ("routers/**/*.py",),
+        ("l2r/routers/*.py", "l2r_lab/routers/*.py"),
         (
             "tests/routers",
+            "tests/l2r_lab/routers",
             "tests/analysis/diagnostics/test_collect.py",
             "tests/hf/models/test_olmoe.py",
         ),
     ),
-    "moe": Room(("moe/*.py",), ("tests/moe",)),
-    "swap": Room(("hf/swap/*.py",), ("tests/hf/swap",)),
+    "moe": Room(("l2r/moe/*.py",), ("tests/moe",)),
+    "swap": Room(("l2r/hf/swap/*.py",), ("tests/hf/swap",)),
     "training": Room(
-        ("training/*.py",),
-        ("tests/training", "--ignore=tests/training/data", "--ignore=tests/training/recipes"),
+        ("l2r_lab/training/*.py",),
+        (
+            "tests/l2r_lab/training", "--ignore=tests/l2r_lab/training/data",
+            "--ignore=tests/l2r_lab/training/recipes",
+        ),
         240,
     ),
-    "certificates": Room(("analysis/certificates/*.py",), ("tests/analysis/certificates",)),
+    "certificates": Room(("l2r/analysis/certificates/*.py",), ("tests/analysis/certificates",)),
     "stats": Room(
-        ("stats/*.py", "runs/final_losses.py", "runs/progress.py"),
         (
-            "tests/stats", "tests/runs", "tests/report/test_comparison.py",
-            "tests/studies/test_sweep.py",
+            "l2r/stats/*.py", "l2r_lab/stats/*.py", "l2r/files/final_losses.py",
+            "l2r_lab/files/progress.py",
+        ),
+        (
+            "tests/stats", "tests/l2r_lab/stats", "tests/files",
+            "tests/l2r_lab/files", "tests/l2r_lab/report/test_comparison.py",
+            "tests/l2r_lab/studies/test_sweep.py",
         ),
     ),
     "verdicts": Room(
         (
-            "studies/judging.py", "report/comparison.py", "report/evidence.py",
-            "report/tables.py",
+            "l2r_lab/studies/judging.py", "l2r_lab/report/comparison.py",
+            "l2r_lab/report/evidence.py", "l2r/report/tables.py",
         ),
         (
-            "tests/report", "tests/studies/test_results.py",
-            "tests/studies/test_studies.py", "tests/studies/test_plans.py",
+            "tests/report", "tests/l2r_lab/report", "tests/l2r_lab/studies/test_results.py",
+            "tests/l2r_lab/studies/test_studies.py", "tests/l2r_lab/studies/test_plans.py",
         ),
     ),
 }  # fmt: skip
@@ -160,7 +171,7 @@ def plan(database: Any, room: Room, tree: Path, sample: int) -> list[Any]:
     files = [
         path.relative_to(ROOT)
         for pattern in room.sources
-        for path in sorted((ROOT / "src" / "l2r").glob(pattern))
+        for path in sorted((ROOT / "src").glob(pattern))
         if path.name != "__init__.py"
     ]
     fresh = {}
@@ -183,7 +194,7 @@ def _test(tree: Path, room: Room, first: str = "") -> int:
     Tests of files named after the module ``first`` come first: they find most, and the rest waits.
     """
     near = [
-        str(p.relative_to(tree)) for p in sorted(tree.glob(f"tests/*/test_{first}*.py")) if first
+        str(p.relative_to(tree)) for p in sorted(tree.glob(f"tests/**/test_{first}*.py")) if first
     ]
     folders = tuple(name for name in room.tests if not name.endswith(".py"))
     near = [name for name in near if name.startswith(folders)]
@@ -220,19 +231,19 @@ def write_page(work: Path) -> int:
         weak |= share < 0.9
         counts = (len(current), len(done), len(done) - len(survivors), known, open_ones)
         rows.append(f"| {name} | {' | '.join(map(str, counts))} | {share:.1%} |")
-        if survivors:
-            sections.append(f"\n## {name}: survivors\n")
+        if open_ones:
+            sections.append(f"\n## {name}: open survivors\n")
         for mutation, result in sorted(
             survivors, key=lambda s: (str(s[0].module_path), s[0].start_pos)
         ):
-            why = reasons.get(result.diff.strip(), "open")
-            place = f"{mutation.module_path}:{mutation.start_pos[0]}"
-            sections.append(f"{place}: {why}\n\n```diff\n{result.diff}\n```\n")
+            if result.diff.strip() not in reasons:
+                place = f"{mutation.module_path}:{mutation.start_pos[0]}"
+                sections.append(f"{place}\n\n```diff\n{result.diff}\n```\n")
     head = (
         "# Mutants\n\nOne place of the source is changed; do the room's tests notice? Made by "
         "`make mutants` (scripts/proofs/mutants.py).\n"
-        "Equivalent mutants, which change nothing that can "
-        "be observed, are explained in `mutants-explained.yaml`\nand not counted in the share.\n\n"
+        "Mutants that change nothing that can be observed are explained in\n"
+        "`scripts/proofs/mutants_explained.yaml` and not counted in the share.\n\n"
         "| room | mutants | tried | found | explained | open | found of the rest |\n"
         "|---|---|---|---|---|---|---|\n"
     )

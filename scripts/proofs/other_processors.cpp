@@ -42,14 +42,15 @@ int main(int, char** names) {
     given.anchors = anchors.data(), given.query = query.data(), given.logits = logits.data();
     given.rstd = rstd.data(), given.weights = weights.data(), given.indices = indices.data();
     given.lse = lse.data();
-    if (l2r_forward(&s, c.data(), 1, 0, &given)) return 4;
+    const Call call{s, c[0], 1, 0, given};
+    if (l2r_forward(&call)) return 4;
     Tensors up{}, grads{};
     up.logits = up_logits.data(), up.weights = up_weights.data();
     std::vector<char> grad_x(x.size());
     std::vector<float> grad_weight(r * d), grad_gain(d), grad_anchors(anchors.size());
     grads.x = grad_x.data(), grads.weight = grad_weight.data(), grads.gain = grad_gain.data();
     grads.anchors = grad_anchors.data();
-    if (l2r_backward(&s, c.data(), 1, 0, &given, &up, &grads)) return 5;
+    if (l2r_backward(&call, &up, &grads)) return 5;
     for (const auto* each : {&logits, &weights, &grad_weight, &grad_gain, &grad_anchors})
       write(out, *each);
     write(out, indices);

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from l2r.functional.scoring import ScoreConstants
 from l2r.kernels import plain
-from l2r.kernels.contract import SCORINGS, ScoreConstants
+from l2r.kernels.contract import SCORINGS
 from l2r.kernels.native.build import _FLAGS
 
 HERE = Path(__file__)

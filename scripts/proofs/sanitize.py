@@ -32,8 +32,9 @@ PLANTED = "if (in.rstd) in.rstd[t + 1] = scale;"
 STEP = """
 import torch
 from l2r.kernels import dispatch
+from l2r.functional.scoring import ScoreConstants
 x, weight, gain = torch.randn(16, 8), torch.randn(2, 8), torch.randn(8, requires_grad=True)
-dispatch.routing_query(x, weight, gain)
+dispatch.route_logits(x, (weight, gain, torch.randn(4, 1, 2)), ScoreConstants())
 """
 
 

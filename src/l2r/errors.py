@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from l2r.laboratory import PACKAGE
+
 # Of a disk that is full, broken or read-only: libraries do not always say which file it was.
 DISK = {getattr(errno, name, -1) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS")}
 
+_OURS = ("l2r", PACKAGE)  # packages whose errors are bugs, wherever they are installed
 _SHOWN = 600  # characters of a path; more are cut off
 
 # What torch says of sizes that no machine has.
@@ -87,7 +90,7 @@ def sizes(what: str = "a size") -> Iterator[None]:
 
 
 def environment_number(name: str, default: int) -> int:
-    """The whole number in an environment variable. Raises InputError for anything else."""
+    """Read the whole number in an environment variable. Raises InputError for anything else."""
     text = os.environ.get(name, str(default))
     try:
         return int(text)
@@ -96,7 +99,7 @@ def environment_number(name: str, default: int) -> int:
 
 
 def blames_input(error: BaseException) -> bool:
-    """Whether an error of code that reads what was given says what is wrong with it.
+    """Tell whether an error of code that reads what was given says what is wrong with it.
 
     That is an InputError, and any error that another package, or code which a checkpoint's folder
     brings, has raised. One of the same kind from a line of this package is a bug in it.
@@ -105,7 +108,7 @@ def blames_input(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the machine has too little memory, which is no bug; torch says so in three ways."""
+    """Tell whether the machine has too little memory, no bug; torch says so in three ways."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
@@ -123,16 +126,16 @@ def _is_foreign(error: BaseException) -> bool:
     file = trace.tb_frame.f_code.co_filename
     if type(error) is Exception:  # those of libraries in Rust, which have no line of Python
         return True
-    return root != "l2r" and (root == "transformers_modules" or _is_installed(file))
+    return root not in _OURS and (root == "transformers_modules" or _is_installed(file))
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """Whether the operating system refused to write or read."""
+    """Tell whether the operating system refused to write or read."""
     return isinstance(error, OSError) or _number(error) in DISK
 
 
 def _number(error: BaseException) -> int | None:
-    """The operating system's number of an error, None where it has none."""
+    """Return the operating system's number of an error, None where it has none."""
     if isinstance(error, OSError):
         return error.errno
     match = re.search(r"\(os error (\d+)\)", str(error))  # in Rust's words
@@ -140,7 +143,7 @@ def _number(error: BaseException) -> int | None:
 
 
 def _is_installed(file: str) -> bool:
-    """Whether a source file is of Python or of a package in its folders."""
+    """Tell whether a source file is of Python or of a package in its folders."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     parts = Path(file).parts
     return (
@@ -151,6 +154,6 @@ def _is_installed(file: str) -> bool:
 
 
 def _related(name: str, path: str | Path) -> bool:
-    """Whether a file is a path, below it or above it, by their names."""
+    """Tell whether a file is a path, below it or above it, by their names."""
     one, other = Path(name).absolute(), Path(path).absolute()
     return one.is_relative_to(other) or other.is_relative_to(one)

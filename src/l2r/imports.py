@@ -64,7 +64,7 @@ def lazy_names(
 
 
 def named(error: ImportError, extra: str) -> ImportError:
-    """The error that says which extra of ours brings what an import lacked."""
+    """Return the error that says which extra of ours brings what an import lacked."""
     if isinstance(error, MissingExtraError):
         return error
     package = _EXTRAS[extra]
@@ -131,7 +131,7 @@ class _Watch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module's spec as the other finders give it, or None for every other module."""
+        """Return the module's spec as the other finders give it, or None for every other module."""
         if fullname != self.name:
             return None
         sys.meta_path.remove(self)  # once

@@ -1,4 +1,4 @@
-"""What this machine is: said of runs and of benchmarks, so that their numbers can be read later.
+"""Description of this machine for runs and benchmarks, so that their numbers can be read later.
 
 torch is imported where it is asked: the name of a device is checked without.
 """
@@ -45,7 +45,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def device_name(name: str) -> str:
-    """The name, if it can be a device's. Raises ValueError otherwise; asks no machine."""
+    """Return the name, if it can be a device's. Raises ValueError otherwise; asks no machine."""
     match = re.fullmatch(r"([a-z]+)(:\d+)?", name)
     known = match is not None and (
         name == "auto" or match[1] in _KINDS or importlib.metadata.entry_points(group=_BACKENDS)
@@ -56,7 +56,7 @@ def device_name(name: str) -> str:
 
 
 def pick_device(name: str) -> str:
-    """A device of this machine; ``auto`` is a GPU where there is one.
+    """Return a device of this machine; ``auto`` is a GPU where there is one.
 
     Raises ValueError for a name that is no device, and for a device that is not here.
     """
@@ -120,7 +120,7 @@ def _processor() -> str:
 
 
 def _instructions() -> dict[str, Any]:
-    """What the name of a processor leaves open: by its numbers, and by what it can compute.
+    """Describe what a processor's name leaves open: its numbers, and what it can compute.
 
     family, model, stepping: as the vendor counts; None where they are not told. flags: those of
     vectors and matrices, by which libraries choose their sums. digest: of all flags.
@@ -137,7 +137,7 @@ def _instructions() -> dict[str, Any]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """What Linux tells of the first processor; nothing elsewhere."""
+    """Read what Linux tells of the first processor; nothing elsewhere."""
     if not _CPUINFO.exists():
         return {}
     first = _CPUINFO.read_text(encoding="utf-8").partition("\n\n")[0]

@@ -11,13 +11,13 @@ from l2r.analysis.diagnostics import model_diagnosis
 from l2r.analysis.diagnostics.choice_log import choices_of
 from l2r.analysis.diagnostics.collect import collect_records
 from l2r.analysis.diagnostics.model_diagnosis import DiagnosisSettings, diagnose_layers
-from l2r.analysis.diagnostics.routing_gain import batch_loss, measure_routing_gain, spread
+from l2r.analysis.diagnostics.routing_gain import batch_loss, measure_routing_gain, sample_evenly
 from l2r.analysis.diagnostics.text_routing import TextTrace
-from l2r.analysis.inputs import Subject
-from l2r.runs.diagnosis import read_diagnosis
-from l2r.runs.text_routing import TextRouting
-from l2r.training.data.manifest import TokenizerIdentity
-from l2r.training.data.token_writer import write_token_files
+from l2r.analysis.inputs import DiagnosisSubject
+from l2r.files.arrays import TextRouting
+from l2r.files.diagnosis import read_diagnosis
+from l2r.text.manifest import TokenizerIdentity
+from l2r.text.token_writer import write_token_files
 from tests.analysis.diagnostics.models import batches, ours, stock
 
 pytestmark = pytest.mark.usefixtures("coarse")
@@ -27,7 +27,7 @@ SETTINGS = DiagnosisSettings(certify=2, repeats=2)
 
 def subject(model, count=2):
     data = batches(count)
-    return Subject(model, lambda size, device: iter(data), 4 * count, ("one", "two"), {})
+    return DiagnosisSubject(model, lambda size, device: iter(data), 4 * count, ("one", "two"), {})
 
 
 @pytest.mark.parametrize("make", [ours, stock])
@@ -37,7 +37,7 @@ def test_every_part_is_what_it_gives_alone(make):
     extent = Extent(4, 16, text=8, gain=8, settings=SETTINGS)
     got = diagnose_subject(given, extent)
     records = collect_records(model, data, domains=given.domains, sample=16)
-    gain = measure_routing_gain(model, spread(data, 8, 8, 4), batch_loss)
+    gain = measure_routing_gain(model, sample_evenly(data, 8, 8, 4), batch_loss)
     choices = choices_of(model, data, given.run)
     expected = diagnose_layers(
         records, domains=given.domains, settings=SETTINGS, choices=choices, gain=gain
@@ -81,7 +81,7 @@ def test_the_data_are_read_once_for_all_reducers():
         passes.append(size)
         return iter(data)
 
-    given = Subject(model, counted, 12, ("one", "two"), {})
+    given = DiagnosisSubject(model, counted, 12, ("one", "two"), {})
     diagnose_subject(given, Extent(4, 16, gain=0, text=8, settings=SETTINGS))
     assert passes == [4]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from l2r.analysis import inputs
-from l2r.training.data import spread_rows
-from l2r.training.data.manifest import TokenizerIdentity
-from l2r.training.data.token_writer import write_token_files
+from l2r.text import spread_rows
+from l2r.text.manifest import TokenizerIdentity
+from l2r.text.token_writer import write_token_files
 
 
 class Letters:
@@ -134,7 +134,7 @@ def test_without_a_source_the_held_out_text_is_read_in_the_checkpoints_own_token
     """The embedded corpus has a tokenizer, which nothing but training needs."""
     files = {f"{number}.txt": f"{number}" * 40 for number in range(9)}
     sources = {"digits": lambda: iter(files.items())}
-    corpus = "l2r.training.data.corpus"
+    corpus = "l2r.text.corpus"
     monkeypatch.setattr(f"{corpus}.embedded_sources", lambda version: sources)
     monkeypatch.setattr(f"{corpus}.write_new_tokenizer", None)  # not to be called
     monkeypatch.setenv("L2R_CACHE", str(tmp_path))

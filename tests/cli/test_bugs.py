@@ -17,7 +17,7 @@ import pytest
 from tests import processes
 from tests.commands import Ended, command
 
-SOURCE = Path(__file__).parents[2] / "src" / "l2r"
+SOURCE = Path(__file__).parents[2] / "src"
 SECRET = "hunter2hunter2"
 
 
@@ -58,52 +58,55 @@ ERRORS = {f.__name__: f for f in (
 # Command, the function in which the error is raised, the words (TEXT, MODEL, TINY and OUT stand for
 # folders and changes). 1 is done: the table of check and doctor names what was raised.
 COMMANDS = [
-    ("check", "analysis.inputs:open_text", "check MODEL --data TEXT --instances 4", 70),
-    ("check", "analysis.diagnostics.checks.gradients:gradient", "check MODEL --data TEXT", 1),
-    ("diagnose", "analysis.diagnostics.model_diagnosis:_sample_arrays", "diagnose MODEL "
+    ("check", "l2r.analysis.inputs:open_text", "check MODEL --data TEXT --instances 4", 70),
+    ("check", "l2r.analysis.diagnostics.checks.gradients:gradient", "check MODEL --data TEXT", 1),
+    ("diagnose", "l2r.analysis.diagnostics.model_diagnosis:_sample_arrays", "diagnose MODEL "
      "--data TEXT --instances 4 --length 32 --sample 64 --certify 4 --gain 0 --out OUT", 70),
-    ("diagnose", "analysis.certificates.certify:certify", "diagnose MODEL --data TEXT "
+    ("diagnose", "l2r.analysis.certificates.certify:certify", "diagnose MODEL --data TEXT "
      "--instances 4 --length 32 --sample 64 --certify 4 --gain 0 --out OUT", 70),
-    ("mismatch", "analysis.routes.mismatch:_divergence", "mismatch MODEL --against bf16 "
+    ("mismatch", "l2r.analysis.routes.mismatch:_divergence", "mismatch MODEL --against bf16 "
      "--data TEXT --instances 4 --length 32", 70),
-    ("landscape", "analysis.diagnostics.landscape:_plain", "landscape --out OUT/page.html", 70),
-    ("report", "report.comparison:comparison_table", "report RUN --out OUT/page.html", 70),
-    ("swap", "hf.swap.sites:new_router", "swap MODEL --out OUT", 70),
-    ("swap", "training.fit:fit_sites", "swap MODEL --fit --data TEXT --length 16 --out OUT", 70),
-    ("export", "hf.checkpoints.source_files:source_files", "export MODEL --out OUT", 70),
-    ("serve", "engines.serve.server:_prepared", "serve MODEL --port 0", 70),
-    ("train", "training.step:TrainingStep.take", "train demo/linear TINY --out OUT", 70),
-    ("train", "training.checkpoint:_checksum", "train demo/linear TINY --out OUT", 70),
-    ("train", "hf.checkpoints.run_card:write_run_card", "train demo/linear TINY --out OUT", 70),
-    ("compare", "training.step:TrainingStep.take", "compare demo --routers linear "
+    ("landscape", "l2r.analysis.diagnostics.landscape:_plain", "landscape --out OUT/page.html", 70),
+    ("report", "l2r_lab.report.comparison:comparison_table", "report RUN --out OUT/page.html", 70),
+    ("swap", "l2r.hf.swap.sites:new_router", "swap MODEL --out OUT", 70),
+    ("swap", "l2r.fitting.fit:fit_sites", "swap MODEL --fit --data TEXT --length 16 --out OUT", 70),
+    ("export", "l2r.hf.checkpoints.export:source_files", "export MODEL --out OUT", 70),
+    ("serve", "l2r.engines.serve.server:_prepared", "serve MODEL --port 0", 70),
+    ("train", "l2r_lab.training.step:TrainingStep.take", "train demo/linear TINY --out OUT", 70),
+    ("train", "l2r_lab.training.checkpoint:_checksum", "train demo/linear TINY --out OUT", 70),
+    ("train", "l2r.hf.checkpoints.run_card:write_run_card", "train demo/linear TINY --out OUT", 70),
+    ("compare", "l2r_lab.training.step:TrainingStep.take", "compare demo --routers linear "
      "--processes 1 TINY --out OUT", 70),
-    ("compare", "analysis.diagnostics.model_diagnosis:_measure", "compare demo "
+    ("compare", "l2r.analysis.diagnostics.model_diagnosis:_measure", "compare demo "
      "--routers linear --processes 1 TINY --out OUT", 70),
-    ("sweep", "training.step:TrainingStep.take", "sweep demo/l2r-sips --grid router.rank=2,4 "
+    ("sweep", "l2r_lab.training.step:TrainingStep.take",
+     "sweep demo/l2r-sips --grid router.rank=2,4 "
      "--processes 1 TINY --out OUT", 70),
-    ("eval", "training.evaluation.text_scoring:document_losses", "eval MODEL --data TEXT "
+    ("eval", "l2r.text.losses_on_text:document_losses", "eval MODEL --data TEXT "
      "--out OUT", 70),
-    ("data plan", "training.data.olmoe_mix:plan_subset", "data plan --tokens 200B "
+    ("data plan", "l2r_lab.training.data.olmoe_mix:plan_subset", "data plan --tokens 200B "
      "--out OUT/plan.json", 70),
-    ("data prepare", "training.data.prepare:_prepare", "data prepare --data TEXT --tokenizer "
+    ("data prepare", "l2r_lab.training.data.prepare:_prepare",
+     "data prepare --data TEXT --tokenizer "
      "MODEL --out OUT", 70),
-    ("data tokenizer", "training.data.new_tokenizer:_train", "data tokenizer --data TEXT "
+    ("data tokenizer", "l2r.text.new_tokenizer:_train", "data tokenizer --data TEXT "
      "--vocab-size 300 --out OUT", 70),
-    ("evidence", "studies.judging:study_of", "evidence run paper --judge-only --results RESULTS "
+    ("evidence", "l2r_lab.studies.judging:study_of",
+     "evidence run paper --judge-only --results RESULTS "
      "--out OUT", 70),
-    ("evidence new", "studies.new_plan:write_plan", "evidence new OUT/p.yaml --arm "
+    ("evidence new", "l2r_lab.studies.new_plan:write_plan", "evidence new OUT/p.yaml --arm "
      "a:router.rank=2 --arm b:router.rank=8 --recipe demo/l2r-sips", 70),
-    ("doctor", "kernels.guard:compare", "doctor", 1),
-    ("bench", "cost.benchmarks.timing:measure", "bench router --seconds 0.01", 70),
-    ("params", "routers.count:router_parameters", "params", 70),
-    ("plan", "cost.planning.choose:make_plan", "plan demo/l2r-sips --gpus 1", 70),
+    ("doctor", "l2r.kernels.guard:compare", "doctor", 1),
+    ("bench", "l2r_lab.inference:measure", "bench inference --size tiny --seconds 0.01", 70),
+    ("params", "l2r.routers.count:router_parameters", "params", 70),
+    ("plan", "l2r_lab.planning.choose:make_plan", "plan demo/l2r-sips --gpus 1", 70),
 ]  # fmt: skip
 
 
 def function_of(target: str):
     """The function that a name stands for, without what wraps it."""
     module, _, names = target.partition(":")
-    found = importlib.import_module(f"l2r.{module}")
+    found = importlib.import_module(module)
     for name in names.split("."):
         found = getattr(found, name)
     while hasattr(found, "__wrapped__"):
@@ -210,9 +213,9 @@ def test_the_file_of_a_bug_has_what_a_report_needs_and_no_secrets(l2r, cache, br
     monkeypatch.setenv("HF_TOKEN", SECRET)
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setitem(
-        function_of("routers.count:router_parameters").__globals__, "SECRET", SECRET
+        function_of("l2r.routers.count:router_parameters").__globals__, "SECRET", SECRET
     )
-    broken("routers.count:router_parameters", _secrets)
+    broken("l2r.routers.count:router_parameters", _secrets)
     words = ["--ranks", "2", "--heads", "1", "--json", "--num-experts", "64"]
     line = l2r("params", *words).bug()
     (file,) = cache.glob("*.txt")
@@ -253,7 +256,7 @@ def test_only_the_newest_files_of_bugs_are_kept(l2r, cache, broken):
     cache.mkdir(parents=True)
     for number in range(30):
         (cache / f"20200101-0000{number:02}-1.txt").write_text("old")
-    broken("routers.count:router_parameters", key_error)
+    broken("l2r.routers.count:router_parameters", key_error)
     line = l2r("params").bug()
     kept = sorted(path.name for path in cache.glob("*.txt"))
     assert len(kept) == 20 and kept[0] == "20200101-000011-1.txt" and kept[-1] in line
@@ -262,7 +265,7 @@ def test_only_the_newest_files_of_bugs_are_kept(l2r, cache, broken):
 def test_where_no_file_can_be_written_the_traceback_is_printed(l2r, tmp_path, broken, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("L2R_CACHE", str(tmp_path / "file"))
-    broken("routers.count:router_parameters", key_error)
+    broken("l2r.routers.count:router_parameters", key_error)
     code, out, err = l2r("params")
     assert code == 70 and not out
     assert "please report it with what follows" in err and "Traceback (most recent" in err
@@ -274,7 +277,7 @@ def test_a_traceback_that_is_asked_for_is_printed_and_the_codes_stay(
     monkeypatch.setenv("L2R_TRACEBACK", "1")
     code, _, err = l2r("params", "--ranks", "x")
     assert code == 2 and "Traceback" in err and "ranks must be positive integers" in err
-    broken("routers.count:router_parameters", key_error)
+    broken("l2r.routers.count:router_parameters", key_error)
     code, _, err = l2r("params")
     assert code == 70 and "Traceback" in err
 
@@ -310,13 +313,13 @@ def _cache(*args, **options):
     [(_disk, "the disk fails: [Errno 28] No space"), (_cache, "cache/x/y: permission denied")],
 )
 def test_a_full_disk_and_a_cache_that_cannot_be_used_are_no_bugs(l2r, cache, broken, error, words):
-    broken("routers.count:router_parameters", error)
+    broken("l2r.routers.count:router_parameters", error)
     assert words in l2r("params").refusal() and not cache.exists()
 
 
 @pytest.mark.parametrize("error", [_memory, _cuda_memory, _cpu_memory])
 def test_a_machine_with_too_little_memory_is_no_bug(l2r, cache, broken, error):
-    broken("routers.count:router_parameters", error)
+    broken("l2r.routers.count:router_parameters", error)
     assert l2r("params").refusal().startswith("error: not enough memory: ")
     assert not cache.exists()
 
@@ -334,9 +337,9 @@ def _optional(*args, **options):
 def test_a_module_of_ours_that_is_missing_is_a_bug_and_an_optional_package_is_not(
     l2r, cache, broken
 ):
-    broken("routers.count:router_parameters", _missing)
+    broken("l2r.routers.count:router_parameters", _missing)
     assert "No module named 'l2r.no_such_module'" in l2r("params").bug()
-    broken("routers.count:router_parameters", _optional)
+    broken("l2r.routers.count:router_parameters", _optional)
     assert "pip install 'l2r-moe[report]'" in l2r("params").refusal()
 
 
@@ -354,7 +357,7 @@ def _end_of_file(*args, **options):
 
 @pytest.mark.parametrize(("error", "code"), [(_leave, 3), (_interrupt, 130), (_end_of_file, 70)])
 def test_who_leaves_or_interrupts_meets_no_bug(l2r, cache, broken, error, code):
-    broken("routers.count:router_parameters", error)
+    broken("l2r.routers.count:router_parameters", error)
     ended = l2r("params")
     assert ended.code == code and cache.exists() == (code == 70)
     assert ("interrupted" in ended.err) == (code == 130)
@@ -382,7 +385,7 @@ def _wait(*args, **options):
 def _waiting():
     from l2r.cli import main
 
-    function_of("routers.count:router_parameters").__code__ = _wait.__code__
+    function_of("l2r.routers.count:router_parameters").__code__ = _wait.__code__
     main(["params"])
 
 
@@ -403,7 +406,7 @@ def test_a_closed_pipe_ends_a_command_as_before(tmp_path):
 
 def test_at_the_border_no_kind_of_error_but_ours_is_bad_input():
     """``cli/app.py`` ends with 2 for InputError, missing extras and words that are no command."""
-    tree = ast.parse((SOURCE / "cli" / "app.py").read_text())
+    tree = ast.parse((SOURCE / "l2r" / "cli" / "app.py").read_text())
     (main,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main")
     handlers = [n for n in ast.walk(main) if isinstance(n, ast.ExceptHandler)]
     kinds = [ast.unparse(handler.type) for handler in handlers]
@@ -417,7 +420,7 @@ def test_at_the_border_no_kind_of_error_but_ours_is_bad_input():
 def test_commands_refuse_by_the_class_for_it():
     """No ``raise ValueError`` and no translation of any error in the rooms that users call."""
     wide = re.compile(r"except (Exception|BaseException|OSError|\(?ValueError\b.*) as error:")
-    for path in sorted((SOURCE / "cli").glob("*.py")):
+    for path in sorted(SOURCE.glob("*/cli/*.py")):
         text = path.read_text()
         assert "raise ValueError" not in text and "raise OSError" not in text, path
         if path.name not in ("doctor.py", "app.py"):  # doctor's table is what was raised
@@ -426,7 +429,7 @@ def test_commands_refuse_by_the_class_for_it():
 
 def test_what_blames_input_is_narrow_or_asks_who_raised():
     """``except Exception`` that ends in an InputError asks ``blames_input`` first."""
-    argued = {"routers/external_routers.py"}  # a module of the user's, imported by its name
+    argued = {"l2r/routers/config.py"}  # a module of the user's, imported by its name
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.ExceptHandler) or node.type is None:
@@ -456,7 +459,7 @@ def test_under_torchrun_every_rank_ends_with_its_code_and_the_launcher_says_it(
     words = ["train", "demo/linear", *tiny_changes, "training.micro_batch=4"]
     words += ["--out", str(tmp_path / "out")]
     running = processes.Running(
-        tmp_path / "said", on_a_rank, "training.step:TrainingStep.take", error, words
+        tmp_path / "said", on_a_rank, "l2r_lab.training.step:TrainingStep.take", error, words
     )
     assert running.wait() == 1
     assert re.search(rf"exitcode *: {code} ", running.err), running.err

@@ -8,8 +8,8 @@ import yaml
 
 from l2r.hf.models.vit import L2rViTConfig, L2rViTForImageClassification
 from l2r.hf.swap.families import FAMILIES
-from l2r.training.data.manifest import TokenizerIdentity
-from l2r.training.data.token_writer import write_token_files
+from l2r.text.manifest import TokenizerIdentity
+from l2r.text.token_writer import write_token_files
 from tests.analysis.diagnostics.models import ours
 from tests.hf.families import tiny_model
 
@@ -64,7 +64,7 @@ def test_without_data_text_is_read_in_the_checkpoints_own_tokens(
             assert number < 3, "a file is read that is not needed"
             yield f"{number}.txt", f"Question {number}: what is the answer? Answer: yes " * 30
 
-    source = "l2r.training.data.sources.embedded_sources"
+    source = "l2r.text.sources.embedded_sources"
     monkeypatch.setattr(source, lambda version: {"questions": questions})
     monkeypatch.setenv("L2R_CACHE", str(tmp_path / "cache"))
     read = []

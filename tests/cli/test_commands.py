@@ -8,8 +8,8 @@ import sys
 import pytest
 from typer.main import get_command
 
-from l2r.runs.folder import find_runs
-from l2r.runs.shapes import misshapen
+from l2r.files.folder import find_runs
+from l2r.files.shapes import misshapen
 
 
 def assert_refused(result, *words):
@@ -40,6 +40,8 @@ def test_compare_trains_every_router_and_writes_one_self_contained_page(
         assert row["CE mean"] > 0 and 0 <= row["stability"] <= 1 and row["router params"] > 0
     page = (tmp_path / "report.html").read_text()
     assert str(tmp_path / "report.html") in err
+    grown = [f"report.html shows {n} of {len(routers)} runs" in err for n in range(1, len(routers))]
+    assert all(grown) and "open it" in err, err
     for words in ("Training cross-entropy", "Expert usage by layer", "Expert usage by domain"):
         assert words in page
     assert page.count("plotly.js v") >= 1 and "<script src=" not in page
@@ -123,7 +125,7 @@ def test_params_prints_the_cost_of_a_token(l2r):
         (["landscape", "--reach", "nan"], ["--reach must be between"]),
         (["train", "demo/l2r-sips", "--nonsense"], ["No such option"]),
         (["fly"], ["No such command"]),
-        (["bench", "router", "--seconds", "nan"], ["--seconds must be > 0 and finite"]),
+        (["bench", "inference", "--seconds", "nan"], ["--seconds must be > 0 and finite"]),
         (
             ["evidence", "new", "p.yaml", "--arm", "a", "--arm", "b", "--first-seed", 2**62],
             ["--first-seed", "less than or equal to"],

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from l2r.cli import console
 from l2r.cli.console import print_table, progress_bars
+from l2r.files.reading import parse_json
 from l2r.report.tables import Table
-from l2r.runs.reading import parse_json
 
 
 def test_brackets_and_colons_in_a_table_are_text(capsys):

@@ -7,9 +7,9 @@ import torch
 from safetensors.numpy import load_file
 
 from l2r.cli.diagnose import names
-from l2r.runs.text_routing import TextRouting
-from l2r.training.data.manifest import TokenizerIdentity
-from l2r.training.data.token_writer import write_token_files
+from l2r.files.arrays import TextRouting
+from l2r.text.manifest import TokenizerIdentity
+from l2r.text.token_writer import write_token_files
 from tests.analysis.diagnostics.models import ours, stock
 
 pytestmark = pytest.mark.usefixtures("coarse")

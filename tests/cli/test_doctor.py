@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from l2r.cli import doctor, extras
 from l2r.cli.app import missing_package
 from l2r.kernels import cpu
-from l2r.kernels.guard import Verdict
+from l2r.kernels.guard import KernelVerdict
 from l2r.kernels.operation import backend
 
 EXTRAS = importlib.metadata.metadata(extras.PACKAGE).get_all("Provides-Extra")
@@ -73,6 +73,12 @@ def test_a_missing_package_is_named_with_an_extra_that_installs_it():
             assert package in brings, text
             seen.add(package)
     assert len(seen) > 15
+
+
+def test_the_smallest_extra_is_named_for_a_missing_package(monkeypatch):
+    both = {"report": [Requirement("plotly>=6")], "lab": [Requirement("plotly>=6")]}
+    monkeypatch.setattr(extras, "extras", lambda: both)
+    assert extras.how_to_install("plotly.graph_objects") == "'l2r-moe[report]'"
 
 
 def test_no_extra_that_does_not_exist_is_recommended():
@@ -141,7 +147,7 @@ def test_a_gpu_is_reported_with_what_its_kernel_does(monkeypatch, triton, error,
 
     def compared(kernels, like, options):
         asked.append((kernels, like.anchors.shape[2]))
-        return Verdict("", error / limit)
+        return KernelVerdict("", error / limit)
 
     monkeypatch.setattr("l2r.kernels.guard.compare", compared)
     empty = torch.empty
@@ -154,9 +160,13 @@ def test_a_gpu_is_reported_with_what_its_kernel_does(monkeypatch, triton, error,
 @pytest.mark.parametrize(
     ("verdict", "status", "words"),
     [
-        (Verdict("CompilationError: no tf32x3"), doctor.FALLBACK, "CompilationError: no tf32x3"),
-        (Verdict("", 0.01, 0.02), doctor.OK, "guard: 1e-02 of its limit"),
-        (Verdict(), doctor.OK, "guard off"),
+        (
+            KernelVerdict("CompilationError: no tf32x3"),
+            doctor.FALLBACK,
+            "CompilationError: no tf32x3",
+        ),
+        (KernelVerdict("", 0.01, 0.02), doctor.OK, "guard: 1e-02 of its limit"),
+        (KernelVerdict(), doctor.OK, "guard off"),
     ],
 )
 def test_the_guards_verdict_is_printed(monkeypatch, verdict, status, words):
@@ -165,7 +175,7 @@ def test_the_guards_verdict_is_printed(monkeypatch, verdict, status, words):
     card = SimpleNamespace(total_memory=2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: card)
     monkeypatch.setattr("l2r.kernels.dispatch.has_triton", lambda: True)
-    monkeypatch.setattr("l2r.kernels.guard.compare", lambda *_: Verdict("", 1e-3))
+    monkeypatch.setattr("l2r.kernels.guard.compare", lambda *_: KernelVerdict("", 1e-3))
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda size, device: empty(size))  # there is no such card
     monkeypatch.setattr("l2r.kernels.guard.verdicts", {("kind",): verdict})

@@ -31,11 +31,13 @@ eval /no/such
 data plan --out file/plan.json | cannot use; file: not a directory
 data prepare --out out --data /no/such
 data tokenizer --out new --data /no/such
+data toy --out file | cannot use; file: not a directory
 evidence run /no/such
 evidence new file/p.yaml --arm a --arm b --recipe /no/such.yaml
 doctor /no/such
-bench router --against /no/such
+bench inference --out file | cannot use; file: not a directory
 params --recipes /no/such
+paper /no/such
 plan /no/such.yaml
 """
 OTHERS = """
@@ -78,7 +80,6 @@ landscape --reach nan | --reach
 landscape --out empty | cannot use empty: is a directory
 landscape --layers 3 | --layers
 report empty
-report empty --bench none | --bench
 report empty --interval 0 | --interval
 swap whole --out whole | --out must be a new or empty folder
 swap whole --out file/new | cannot use; file: not a directory
@@ -144,11 +145,10 @@ evidence new p --arm a --arm b | .yaml
 evidence new p.yaml --arm a | --arm
 evidence new p.yaml --arm a --arm b --sd inf | --sd
 evidence new p.yaml --arm a --arm b --metric nosuch | 'nosuch'
-bench nosuch | router, memory
-bench router --seconds nan | --seconds
-bench router --clock x | clock
-bench router --device gpu0 | --device
-bench router --out file | cannot use; file: not a directory
+bench nosuch | inference
+bench inference --seconds nan | --seconds
+bench inference --clock x | clock
+bench inference --device gpu0 | --device
 params --ranks x | --ranks
 params --cost --vit | --cost
 plan demo/l2r-sips --gpu x | --gpu

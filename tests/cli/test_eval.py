@@ -9,18 +9,19 @@ import torch
 from scipy.stats import binomtest
 from transformers import OlmoeForCausalLM
 
-from l2r.training.evaluation.task_scoring import ScoredDocument, TaskResult
+from l2r_lab.training.evaluation.task_scoring import ScoredDocument, TaskResult
 
 
 def test_row_is_printed_and_written_and_a_second_run_reuses_it(l2r, checkpoint):
     code, out, err = l2r("eval", checkpoint, "--tasks", "piqa,boolq", "--limit", 3)
     assert code == 0, err
-    assert out.startswith("model: ") and "95% from" in out and "more columns" in out
+    assert out.startswith("model: ") and "95% from" in out and "more column" not in out
     assert "boolq: " in err and "contexts cut to the model's length" in err
     written = json.loads((checkpoint / "evaluation.json").read_text())
     assert written["tasks"]["piqa"]["documents"] == 3
     assert written["accuracy"]["PIQA"] == pytest.approx(100 * written["tasks"]["piqa"]["accuracy"])
     assert written["accuracy"]["Overall"] is None
+    assert written["chance"]["PIQA"] == 50 and written["chance"]["Overall"] == 31.25
 
     stored = checkpoint / "evaluation" / "piqa.json"
     before = stored.stat().st_mtime_ns
@@ -111,7 +112,7 @@ def test_none_or_all_of_ten_right_is_not_certain(l2r, checkpoint, monkeypatch, r
         scored = tuple(ScoredDocument(n, 0, (float(right), 1.0)) for n in range(10))
         return {"piqa": TaskResult("piqa", right / 10, 0.0, right / 10, 10, 0, scored)}
 
-    monkeypatch.setattr("l2r.training.evaluation.whole_checkpoint.score_tasks", score)
+    monkeypatch.setattr("l2r_lab.training.evaluation.whole_checkpoint.score_tasks", score)
     code, out, err = l2r("eval", checkpoint, "--tasks", "piqa", "--json")
     assert code == 0, err
     share, low, high = (row["PIQA"] for row in json.loads(out))

@@ -3,7 +3,7 @@
 import pytest
 from transformers.models.olmoe.modeling_olmoe import OlmoeModel
 
-from l2r.cost.planning import first_line
+from l2r.analysis import first_line
 from l2r.hf.models import weight_files
 
 pytestmark = pytest.mark.usefixtures("coarse")

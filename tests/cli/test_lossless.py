@@ -255,7 +255,7 @@ def test_a_fit_keeps_them_and_where_all_weights_are_trained_they_are_refused_bef
     new = tmp_path / "new"
     assert l2r(*words("swap --fit", mtp, text_folder), "--out", new).code == 0
     assert_kept(mtp, new)
-    monkeypatch.setattr("l2r.training.upcycle", None)  # no fit begins
+    monkeypatch.setattr("l2r.fitting.upcycle", None)  # no fit begins
     line = refusal(*words("swap --fit --train-steps 1", mtp, text_folder))
     assert f"{mtp} holds tensors that transformers leaves aside (model.layers.61.eh_proj" in line
     aside = [name for name in stored(mtp) if ".61." in name]

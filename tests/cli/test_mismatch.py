@@ -11,14 +11,14 @@ from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedTokenizerFast
 
 from l2r import L2RConfig, record
 from l2r.cli.mismatch import _has_codes
+from l2r.files.mismatch import Mismatch
+from l2r.files.reading import parse_json
 from l2r.hf.routes import Routes, to_vllm
 from l2r.hf.routes.fingerprint import tokenizer_digest
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.swap import replace_routers
-from l2r.runs.mismatch import Mismatch
-from l2r.runs.reading import parse_json
-from l2r.training.data.manifest import TokenizerIdentity
-from l2r.training.data.token_writer import write_token_files
+from l2r.text.manifest import TokenizerIdentity
+from l2r.text.token_writer import write_token_files
 from tests.analysis.diagnostics.models import SIZES, ours, stock
 from tests.hf.families import tiny_model
 

@@ -4,9 +4,10 @@ import io
 import json
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from l2r.runs.text_routing import TextRouting
+from l2r.files.arrays import TextRouting
 from tests.cli.test_diagnose import SHORT
 
 pytestmark = pytest.mark.usefixtures("coarse")
@@ -91,3 +92,29 @@ def test_a_string_is_read_in_place_of_files(l2r, checkpoint, tmp_path, monkeypat
     assert json.loads(out)["tokens"] == tokens
     code, out, err = l2r("check", checkpoint, "--text", sentence)
     assert code in (0, 1) and "different tokens" in out, err
+
+
+def test_a_model_continues_the_text_in_its_own_words(l2r, checkpoint, tmp_path):
+    """The tokens are those of ``generate`` alone; each has its experts, and a mark."""
+    tokens = records(l2r, checkpoint, tmp_path, "the cat sat", "--generate", "6")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    ids = tokenizer("the cat sat", return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    alone = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6)[0]
+    assert [token["token"] for token in tokens] == [tokenizer.decode([i]) for i in alone]
+    assert [token["written"] for token in tokens] == [n >= ids.shape[1] for n in range(len(alone))]
+    page = (tmp_path / "out" / "text.html").read_text()
+    assert len(alone) > ids.shape[1] and f'"written":{ids.shape[1]},' in page.replace(": ", ":")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--generate", "4"), "generate goes with --text"),
+        (("--text", "the cat", "--generate", "100000"), "generate must be at most"),
+        (("--text", "the cat", "--generate", "-1"), "--generate"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(l2r, checkpoint, tmp_path, options, words):
+    assert words in l2r("diagnose", checkpoint, *options, "--out", tmp_path / "out").refusal()
+    assert not (tmp_path / "out").exists()

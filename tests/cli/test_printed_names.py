@@ -12,8 +12,8 @@ import l2r.cli
 from l2r.cli.app import _printable_messages
 from l2r.cli.console import print_table, print_text, progress_bars
 from l2r.cli.output import echo
+from l2r.files.wording import printable
 from l2r.report.tables import Table
-from l2r.runs.printable import printable
 
 STEERS = "\x1b]0;evil\x07\x1b[2J\x9b1m\r\u202e\u2066\x7f"
 SHOWN = "\\u001b]0;evil\\u0007\\u001b[2J\\u009b1m\\u000d\\u202e\\u2066\\u007f"

@@ -43,8 +43,7 @@ def narrow(l2r, tmp_path, monkeypatch):
         ("plan", "olmoe-1b-7b/l2r-sips", "--no-simulate"),
         ("doctor",),
         ("data", "plan"),
-        pytest.param(("bench", "memory", "--quick"), marks=pytest.mark.slow("a benchmark")),
-        ("bench", "moe", "--quick", "--seconds", 0.01),
+        ("bench", "inference", "--size", "tiny", "--seconds", 0.01),
         ("evidence", "decision", "--judge-only", "--results", RESULTS),
         ("evidence", "screen", "--judge-only", "--results", RESULTS),
     ],
@@ -89,7 +88,7 @@ def test_a_table_in_brief_keeps_the_columns_that_matter():
     brief = Table("t", columns, rows, "what a is", few=("a", "h", "b", "c", "d", "e", "f")).brief()
     assert brief.columns == ("name", "b", "c", "d", "e", "h")  # a holds nothing
     assert brief.rows[0] == ("x", 0.123456, 2, 3, 4, 7) and brief.show(0.123456) == "0.123"
-    assert brief.caption.startswith("3 more columns")
+    assert brief.caption == "2 more columns: f, g. See --json."  # a holds nothing
     whole = Table("t", columns[:4], tuple(row[:4] for row in rows), "what a is").brief()
     assert whole.columns == columns[:4] and whole.caption == "what a is"
 

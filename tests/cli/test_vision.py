@@ -6,10 +6,10 @@ import shutil
 import pytest
 from scipy.stats import binomtest
 
-from l2r.report.paper_tables import accuracy_table
-from l2r.runs.folder import RunFolder
-from l2r.runs.shapes import misshapen
+from l2r.files.folder import RunFolder
+from l2r.files.shapes import misshapen
 from l2r.stats.intervals import mean_interval
+from l2r_lab.report.paper_tables import accuracy_table
 
 SHORT = [
     "training.steps=4",

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import get_args, get_origin
 
 import pytest
-from scripts.pages.commands_page import commands
 from typer.main import get_command
 
 from l2r.cli.app import build_app
+from scripts.pages.commands_page import commands
 from tests.cli.test_early_refusals import assert_refused_before_torch
 
 # What differs on purpose, by option and command.
@@ -120,7 +120,11 @@ eval my-moe --text my-text --text file | --data
 data prepare tokens --data my-text | --out OUT
 data prepare --data my-text --out tokens --workers 2 | --processes
 data tokenizer my-text --out new | --data FOLDER
-bench router --compare file | --against
+bench inference --compare file | two_trees
+bench inference --against file | two_trees
+bench router --seconds 4 | python -m benchmarks.router
+bench memory | python -m benchmarks.memory
+report my-moe --bench file | benchmarks
 params --layers 32 | --num-layers
 landscape my-moe --layer 3 | --layers
 sweep demo/l2r-sips --grid router.rank=2 --plan | --show

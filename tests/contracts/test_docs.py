@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from scripts.pages import commands_page
 from typer.main import get_command
 
 from l2r.cli.app import build_app
+from scripts.pages import commands_page
 from tests.processes import command, script
 from tests.tiers import few
 
@@ -30,9 +30,17 @@ from l2r.hf.swap import swap_routers
 swap_routers(model, L2RConfig(selection_bias=True), selection="router")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
+BIASED_FAMILY = """
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+ranks = dict(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+experts = dict(n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1)
+shapes = dict(sizes, moe_intermediate_size=16, num_attention_heads=2, num_key_value_heads=2)
+deepseek = DeepseekV3Config(**shapes, **ranks, **experts, num_experts_per_tok=2)
+DeepseekV3ForCausalLM(deepseek).save_pretrained("my-biased-moe")
+"""
 ADAPTER = """
 from l2r.hf.swap import swap_routers
-from l2r.training.data.tokenizer import packaged_olmoe_tokenizer
+from l2r.text.tokenizer import packaged_olmoe_tokenizer
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedTokenizerFast
 swap_routers(model)
@@ -49,6 +57,7 @@ PRELUDES = {
     "routes.md": MODEL,
     "serving.md": MODEL + ADAPTER,
     "swap.md": f"{MODEL}\nbatches = [ids, ids]\n",
+    "your-loop.md": MODEL + BIASED_FAMILY,
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN = [p for p in PAGES[1:] if any(not skipped for skipped, _ in BLOCK.findall(p.read_text()))]
@@ -61,6 +70,7 @@ SLOW = (
     "serving.md",
     "swap.md",
     "vision.md",
+    "your-loop.md",
 )  # trainings and diagnoses
 
 
@@ -77,13 +87,17 @@ def test_snippets_run(page, tmp_path, monkeypatch):
 def test_a_router_in_a_file_of_one_s_own_is_trained_as_the_page_says(
     tmp_path, monkeypatch, tiny_changes
 ):
-    """Its command, for a few steps on little text, in a folder with the page's first block."""
+    """Its command, for a few steps on little text, in a folder with the page's first block.
+
+    The file has a name of its own: a clone may hold a ``my_router.py``, which comes first.
+    """
     page = (ROOT / "docs" / "add-a-router.md").read_text()
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_router.py").write_text(BLOCK.findall(page)[0][1])
-    (variables, words), *_ = re.findall(r"^(L2R_IMPORT=\S+) l2r (train .+)$", page, re.M)
+    (name, words), *_ = re.findall(r"^L2R_IMPORT=(\w+) l2r (train .+)$", page, re.M)
+    assert f"`{name}.py`" in page
+    (tmp_path / f"{name}_of_the_page.py").write_text(BLOCK.findall(page)[0][1])
     words = [*words.split(), *tiny_changes, "--out", "run"]
-    command(tmp_path / "out", *words, **dict([variables.split("=")])).succeed()
+    command(tmp_path / "out", *words, L2R_IMPORT=f"{name}_of_the_page").succeed()
     recipe = (tmp_path / "run" / "recipe.yaml").read_text()
     assert "kind: bilinear" in recipe and "rank: 4" in recipe
 

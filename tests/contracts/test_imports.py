@@ -17,7 +17,7 @@ import pytest
 from tests.tiers import few
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "src" / "l2r"
+PACKAGES = ("l2r", "l2r_lab")
 BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```", re.S | re.M)
 PLACES = ("scripts/**/*.py", "tests/**/*.py", "notebooks/*.ipynb", "docs/*.md", "*.md")
 
@@ -39,7 +39,7 @@ def code(path: Path) -> Iterator[str]:
 
 def source(module: str) -> Path | None:
     """File of a module of ours, None where there is none."""
-    place = PACKAGE.joinpath(*module.split(".")[1:])
+    place = (ROOT / "src").joinpath(*module.split("."))
     files = (place / "__init__.py", place.with_suffix(".py"))
     return next((file for file in files if file.is_file()), None)
 
@@ -71,19 +71,19 @@ def is_there(module: str, name: str | None) -> bool:
 
 
 def missing(text: str) -> list[str]:
-    """Imports from l2r in Python source that lead nowhere, as ``module`` or ``module.name``."""
+    """Imports from our packages that lead nowhere, as ``module`` or ``module.name``."""
     wanted = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             wanted += [(alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             wanted += [(node.module, alias.name) for alias in node.names]
-    ours = [pair for pair in wanted if pair[0].split(".")[0] == "l2r"]
+    ours = [pair for pair in wanted if pair[0].split(".")[0] in PACKAGES]
     return [".".join(filter(None, pair)) for pair in ours if not is_there(*pair)]
 
 
 @pytest.mark.parametrize("place", few(PLACES, PLACES[2:], "every file is read"))
-def test_every_import_from_l2r_leads_somewhere(place):
+def test_every_import_from_our_packages_leads_somewhere(place):
     paths = sorted(ROOT.glob(place))
     wrong = {str(p.relative_to(ROOT)): [n for c in code(p) for n in missing(c)] for p in paths}
     assert paths and {path: absent for path, absent in wrong.items() if absent} == {}
@@ -96,11 +96,12 @@ from l2r import Router, RouterConfig, build_router, gone
 def inside():
     from l2r.routers import Router, selection_rule, rules
     from l2r.engines.olmo_core import L2RRouterConfig, L2RRouter
+    from l2r_lab.training import train, gone
     from olmo_core.nothing import nobody
 """
     assert sorted(missing(text)) == [
         "l2r.engines.olmo_core.L2RRouter", "l2r.gone", "l2r.routers.rules",
-        "l2r.routers.rules",
+        "l2r.routers.rules", "l2r_lab.training.gone",
     ]  # fmt: skip
 
 

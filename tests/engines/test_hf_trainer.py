@@ -4,7 +4,14 @@ import copy
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainerCallback
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainerCallback,
+)
 from transformers import TrainingArguments as Arguments
 
 from l2r.engines.trainer import add_router_losses
@@ -259,6 +266,7 @@ def test_a_model_that_adds_its_own_balance_loss_counts_none_twice(build, tmp_pat
     own = model(**batches[0]).loss
     model.config.output_router_logits = False
     assert own - model(**batches[0]).loss > 10  # at least 1 of a layer, times its weight
+    assert model.router_aux_loss_coef == 100.0  # as it was, when the step is over
     task = next_token(batches)
     expected, _ = explicit_gradient(model, batches, weights=(0.5, 0.1), task_loss=task)
     assert_equal_gradients(watch.steps[0], expected)
@@ -324,7 +332,7 @@ def test_a_training_that_fails_leaves_no_hook_and_can_be_repeated(tmp_path):
         train(model, texts(), tmp_path, trainer_class=Kept)
     assert not model._forward_hooks and not model._forward_pre_hooks
     routers = [layer.mlp.gate for layer in model.model.layers]
-    assert [(len(r._forward_hooks), r._captures) for r in routers] == [(1, 0)] * 2  # logits' own
+    assert [len(r._forward_hooks) for r in routers] == [1] * 2  # logits' own
     copy.deepcopy(model)
     made[0].train()
     assert not model._forward_hooks and not model._forward_pre_hooks
@@ -339,12 +347,31 @@ def test_reentrant_checkpointing_is_refused(tmp_path):
         train(olmoe(), texts(), tmp_path, **options)
 
 
-def test_a_trainer_that_ignores_the_loss_function_is_refused(tmp_path):
+def test_a_trainer_with_a_loss_of_its_own_gets_them_too(tmp_path):
+    """As TRL's, which take no loss function; its loss is divided by the micro-batches, or not."""
+
     class Own(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-            return model(**inputs).loss
+            return 0 * model(**inputs).logits.sum()
 
-    with pytest.raises(ValueError, match="Own took a step without calling compute_loss_func"):
+    model = olmoe()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    _, watch, batches = train(model, texts(), tmp_path, trainer_class=Own)
+    model.load_state_dict(start)
+    expected, _ = explicit_gradient(
+        model, batches, weights=(0.5, 0.1), task_loss=lambda logits, labels: 0 * logits.sum()
+    )
+    assert_equal_gradients(watch.steps[0], expected)
+
+
+def test_a_step_without_accelerate_s_backward_is_refused(tmp_path):
+    class Own(Trainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            loss.backward()
+            return loss.detach()
+
+    with pytest.raises(ValueError, match=r"Own took a step without calling accelerator\.backward"):
         train(olmoe(), texts(), tmp_path, trainer_class=Own)
 
 
@@ -369,7 +396,6 @@ def test_outputs_that_were_not_recorded_are_refused(tmp_path):
     [
         ((-1.0, 0.0), {}, "balance must be >= 0 and finite; got balance=-1.0"),
         ((0.1, float("nan")), {}, "z must be >= 0 and finite"),
-        ((0.1, 0.1), {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
     ],
 )
 def test_bad_settings_are_named(weights, options, message, tmp_path):
@@ -377,10 +403,36 @@ def test_bad_settings_are_named(weights, options, message, tmp_path):
         train(olmoe(), texts(), tmp_path, weights=weights, **options)
 
 
-def test_a_model_without_our_routers_is_refused(tmp_path):
-    stock = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, bos_token_id=0))
-    with pytest.raises(ValueError, match="contains no l2r Router; swap its routers first"):
-        train(stock, texts(), tmp_path)
+def test_settings_that_contradict_each_other_are_refused(tmp_path):
+    for losses, message in (
+        ({"balance_scope": "batch"}, "balance_scope must be one of microbatch, step, sequence"),
+        ({"balance_scope": "sequence", "balance_variant": "hf"}, "DeepSeek-V3's loss"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(olmoe(), texts(), tmp_path, losses=losses)
+
+
+def test_a_model_without_routers_is_refused(tmp_path):
+    dense = LlamaForCausalLM(LlamaConfig(**SIZES))
+    with pytest.raises(ValueError, match="no router of a supported family; it has no experts"):
+        train(dense, texts(), tmp_path)
+
+
+def test_label_smoothing_smooths_the_task_loss_alone(tmp_path):
+    model = olmoe()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    _, watch, batches = train(model, texts(), tmp_path, label_smoothing_factor=0.3)
+    model.load_state_dict(start)
+    plain = next_token(batches)
+    items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+
+    def smooth(logits, labels):
+        counted = labels[:, 1:] != -100
+        uniform = -logits[:, :-1].log_softmax(-1).mean(-1)[counted].sum() / items
+        return 0.7 * plain(logits, labels) + 0.3 * uniform
+
+    expected, _ = explicit_gradient(model, batches, weights=(0.5, 0.1), task_loss=smooth)
+    assert_equal_gradients(watch.steps[0], expected)
 
 
 def on_a_rank(folder):

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from l2r.engines.route_calls import WHOLE, Seat
-from l2r.engines.routes import recording, replaying
+from l2r.engines.routes import WHOLE_ROWS, RouterHook, recording, replaying
 from l2r.hf.routes import Fingerprint
 
 SIZES = Fingerprint(num_experts=4, top_k=2, layers=(0, 1), hidden_layers=2)
@@ -17,9 +16,9 @@ class Chooser(nn.Module):
     def choose(self, ids):
         return torch.stack([ids % 4, (ids + 1) % 4], dim=-1)
 
-    def seat(self):
+    def hook(self):
         own = self.choose
-        return Seat(self, "choose", lambda choose: lambda ids: choose(own(ids), WHOLE))
+        return RouterHook(self, "choose", lambda choose: lambda ids: choose(own(ids), WHOLE_ROWS))
 
 
 class Model(nn.Module):
@@ -42,7 +41,7 @@ class Model(nn.Module):
 def test_a_call_that_failed_is_not_recorded(layers):
     """As in ``l2r.hf.routes``: the call that is made in its place has the routes."""
     model, ids = Model(), torch.arange(6).view(2, 3)
-    with recording(model, {n: m.seat() for n, m in enumerate(model.layers)}, SIZES) as recorder:
+    with recording(model, {n: m.hook() for n, m in enumerate(model.layers)}, SIZES) as recorder:
         with pytest.raises(MemoryError):
             model(ids, fails_after=layers)
         for row in ids:
@@ -57,15 +56,15 @@ def test_a_call_that_failed_is_not_recorded(layers):
 def test_a_call_that_failed_leaves_its_routes_to_the_next(layers):
     model, ids = Model(), torch.arange(6).view(2, 3)
 
-    def seats():
-        return {n: m.seat() for n, m in enumerate(model.layers)}
+    def router_hooks():
+        return {n: m.hook() for n, m in enumerate(model.layers)}
 
-    with recording(model, seats(), SIZES) as recorder:
+    with recording(model, router_hooks(), SIZES) as recorder:
         model(ids)
     routes = recorder.routes()
     with (
-        replaying(model, seats(), SIZES, routes, "right"),
-        recording(model, seats(), SIZES) as again,
+        replaying(model, router_hooks(), SIZES, routes, "right"),
+        recording(model, router_hooks(), SIZES) as again,
     ):
         for row in ids + 1:
             with pytest.raises(MemoryError):

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
 from l2r.functional import (
+    dead_experts,
+    expert_counts,
     expert_usage,
     load_balancing_loss,
     mean_probs,
+    peak_load,
     pool_anchors,
     router_margin_loss,
     router_z_loss,
@@ -270,3 +273,12 @@ def test_losses_do_not_depend_on_the_default_dtype(variant, default):
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
+
+
+def test_dead_experts_and_the_peak_are_of_counts_and_shares_alike():
+    counts = expert_counts(torch.tensor([[0, 2], [0, 3], [0, 2]]), 5)
+    assert counts.tolist() == [3, 0, 2, 1, 0]
+    for load in (counts, counts.double(), counts.double() / 3):
+        assert dead_experts(load) == 2
+    assert peak_load(counts.double()) == 3 / (6 / 5) == peak_load(counts.double() / 3)
+    assert peak_load(torch.ones(4)) == 1 and dead_experts(torch.ones(4)) == 0

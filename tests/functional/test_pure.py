@@ -31,6 +31,9 @@ def arguments(function):
         "vectors": torch.randn(T, R),
         **dict.fromkeys(("rho", "rho_hat", "kappa"), vector),
         **dict.fromkeys(("mean", "variance", "shift"), one),
+        "load": torch.rand(N),
+        "affinities": torch.softmax(torch.randn(T, N), dim=1),
+        "sequences": torch.tensor([0, 0, 0, 1, 1, 1]),
         "mask": torch.tensor([True, False, True, True, True, False]),
         "num_experts": N,
         "top_k": K,
@@ -43,6 +46,8 @@ def arguments(function):
 
 
 def tensors(result):
+    if isinstance(result, int | float):
+        return [torch.tensor(result)]
     return [result] if isinstance(result, torch.Tensor) else list(result)
 
 
@@ -63,7 +68,9 @@ def test_a_function_changes_nothing_and_gives_the_same_again(name):
 def test_a_file_holds_no_state_no_module_and_no_device(path):
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        assert not isinstance(node, ast.ClassDef | ast.Global | ast.Nonlocal), ast.unparse(node)
+        assert not isinstance(node, ast.Global | ast.Nonlocal), ast.unparse(node)
+        if isinstance(node, ast.ClassDef):  # named numbers are no state
+            assert [ast.unparse(base) for base in node.bases] == ["NamedTuple"], ast.unparse(node)
         names = [alias.name for alias in getattr(node, "names", []) if isinstance(alias, ast.alias)]
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         names += [ast.unparse(node)] if isinstance(node, ast.Attribute) else []

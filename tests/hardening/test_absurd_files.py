@@ -19,17 +19,17 @@ import pytest
 import yaml
 from safetensors.numpy import save
 
+from l2r.files.folder import RunFolder
 from l2r.hf.checkpoints.pretrained import save_model
-from l2r.runs.folder import RunFolder
-from l2r.runs.study import Results
-from l2r.studies.registration import read_plan
-from l2r.training.data.manifest import TokenizerIdentity
-from l2r.training.data.token_writer import write_token_files
+from l2r.text.manifest import TokenizerIdentity
+from l2r.text.token_writer import write_token_files
+from l2r_lab.files.study import StudyResults
+from l2r_lab.studies.registration import read_plan
+from tests.checkpoints import small_tokenizer
 from tests.hardening.test_foreign_code import own_model
-from tests.studies.studies import SMALL, made_up
+from tests.l2r_lab.studies.studies import SMALL, made_up
+from tests.text.conftest import make_documents, tokenizer_file, write_shard_file
 from tests.tiers import few
-from tests.training.data.conftest import make_documents, tokenizer_file, write_shard_file
-from tests.training.evaluation.conftest import small_tokenizer
 
 __all__ = ["own_model", "small_tokenizer", "tokenizer_file"]
 
@@ -449,9 +449,6 @@ CASES = {
     "text whose layers are numbers": Case(
         "run/text.npz", content(npz(**texts(weights=np.array(["x"])))), REPORT, "text routing"
     ),
-    "a benchmark that is deep": Case(
-        "bench.json", text(DEEP), (*REPORT, "--bench", "bench.json"), "l2r bench --out"
-    ),
     "results of a task that are a list": Case(
         "model/evaluation/piqa.json",
         lambda path: (
@@ -479,9 +476,9 @@ def prepared(at: Path, case: Case) -> None:
     if case.command is EVIDENCE and case.path == RESULT:
         (at / "mine.yaml").write_text(yaml.safe_dump(SMALL))
         for result in made_up(read_plan(str(at / "mine.yaml")), 2, lambda *_: 1.0):
-            Results(at / "results" / "mine").append(result)
+            StudyResults(at / "results" / "mine").append(result)
     if case.path.startswith("fresh"):
-        from l2r.training.recipes.load import dump_recipe, load_recipe
+        from l2r_lab.training.recipes.load import dump_recipe, load_recipe
 
         text(dump_recipe(load_recipe(TRAIN[1], TRAIN[2:-2])))(at / "fresh" / "recipe.yaml")
 
@@ -533,7 +530,7 @@ def test_an_idx_file_of_10_12_bytes_is_refused_unread(pack, l2r, tmp_path):
 
 def test_deep_values_do_not_depend_on_the_limit_of_recursion():
     """A program that raised it must refuse them too."""
-    from l2r.runs.reading import parse_json
+    from l2r.files.reading import parse_json
 
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(200_000)

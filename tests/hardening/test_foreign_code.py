@@ -14,17 +14,16 @@ import torch
 import yaml
 from transformers import AutoConfig, OlmoeConfig, OlmoeForCausalLM, ViTConfig
 
+from l2r.files.folder import RunFolder
 from l2r.hf.checkpoints import export, load_causal_lm, load_image_classifier, load_pretrained
-from l2r.hf.checkpoints.loading import hugging_face_tokenizer, load_tokenizer
-from l2r.hf.checkpoints.pretrained import save_model
+from l2r.hf.checkpoints.pretrained import hugging_face_tokenizer, load_tokenizer, save_model
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rViTConfig
 from l2r.hf.models.vit import L2rViTForImageClassification
-from l2r.runs.folder import RunFolder
-from l2r.studies.cells import folder_cells
-from l2r.studies.processes import run_processes
-from l2r.studies.train_cells import run_cells
-from tests.studies.studies import SMALL
-from tests.training.evaluation.conftest import small_tokenizer
+from l2r_lab.studies.cells import folder_cells
+from l2r_lab.studies.running import run_processes
+from l2r_lab.studies.train_cells import run_cells
+from tests.checkpoints import small_tokenizer
+from tests.l2r_lab.studies.studies import SMALL
 
 __all__ = ["small_tokenizer"]
 
@@ -264,7 +263,7 @@ def test_processes_of_a_study_import_nothing_from_the_folder_they_are_started_in
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stranger.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
     codes, _ = run_processes([sys.executable, "-m", "stranger"], 1, 1)
-    assert codes == [1]
+    assert list(codes.values()) == [1]
     cell = next(iter(folder_cells("demo", [], ["linear"], 1)))
     launch = f"{sys.executable} -c 'import stranger'"
     (outcome,) = run_cells([cell], tmp_path / "runs", launch=launch)

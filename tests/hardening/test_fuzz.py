@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from l2r import RouterConfig, build_router
 from l2r.cli import main
+from l2r.files.folder import RunFolder, find_runs
 from l2r.hf.checkpoints import load_causal_lm
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
-from l2r.report.comparison import comparison_table
 from l2r.routers import make_config, router_names
-from l2r.runs.folder import RunFolder, find_runs
-from l2r.training.data.tokens import TokenDataset, read_documents
-from l2r.training.recipes.load import load_recipe, recipe_names
+from l2r.text.tokens import TokenDataset, read_documents
+from l2r_lab.report.comparison import comparison_table
+from l2r_lab.training.recipes.load import load_recipe, recipe_names
 
 CASES = int(os.environ.get("L2R_FUZZ", "25"))
 fuzz = settings(
@@ -97,7 +97,7 @@ def test_recipe_changes(name, changes):
 @fuzz
 @given(cut=st.integers(0, 900), noise=st.text(max_size=30), at=st.integers(0, 900))
 def test_recipe_files(cut, noise, at, tmp_path_factory):
-    base = Path(__file__).parents[2] / "src/l2r/training/recipes/demo/_base.yaml"
+    base = Path(__file__).parents[2] / "src/l2r_lab/training/recipes/demo/_base.yaml"
     source = base.read_text()
     source = source.partition("\n---\n")[0]  # the settings, without the table of recipes
     path = tmp_path_factory.getbasetemp() / "recipe.yaml"
@@ -130,7 +130,7 @@ def test_command_lines(words, capsys, monkeypatch, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def token_folder(text_folder, tmp_path_factory):
-    from l2r.training.data.corpus import CorpusOptions, build_corpus
+    from l2r.text.corpus import CorpusOptions, build_corpus
 
     options = CorpusOptions(folder=str(text_folder), vocab_size=300, characters_per_domain=10_000)
     return build_corpus(options, cache=tmp_path_factory.mktemp("cache")).train

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from l2r.hf.checkpoints.pretrained import save_model
+from tests.checkpoints import small_tokenizer
 from tests.hardening.test_foreign_code import own_model
-from tests.training.data.conftest import make_documents, tokenizer_file, write_shard_file
-from tests.training.evaluation.conftest import small_tokenizer
+from tests.text.conftest import make_documents, tokenizer_file, write_shard_file
 
 pytestmark = pytest.mark.usefixtures("coarse")
 
@@ -132,8 +132,8 @@ def test_an_evaluation_folder_that_is_a_link_is_refused(l2r, checkpoint, victim)
 
 
 def test_a_card_is_not_written_through_the_folder_of_the_model(own_model, victim, tmp_path):
+    from l2r.files.folder import RunFolder
     from l2r.hf.checkpoints.run_card import update_card
-    from l2r.runs.folder import RunFolder
 
     save_model(own_model, tmp_path / "other")
     before = (tmp_path / "other" / "README.md").read_bytes()
@@ -241,19 +241,16 @@ def test_prepare_replaces_links_and_refuses_linked_folders(l2r, tokenizer_file, 
 
 
 def test_claims_of_a_study_are_not_emptied(victim, tmp_path):
-    from l2r.studies import share
+    from l2r_lab.studies.running import Job, walk
 
     link(tmp_path / ".claims" / "cell", victim / "letter")
-    with (
-        pytest.raises(ValueError, match="is a link"),
-        share._claimed(tmp_path / ".claims" / "cell"),
-    ):
-        pass
+    with pytest.raises(ValueError, match="is a link"):
+        list(walk([Job("cell", pytest.fail)], tmp_path / ".claims", share="a"))
 
 
 def test_a_fifo_in_the_place_of_a_file_stops_nothing(tmp_path):
     """Opening one waits for somebody to read it, for ever."""
-    from l2r.runs.folder import RunFolder
+    from l2r.files.folder import RunFolder
 
     run = RunFolder(tmp_path)
     for name in ("metrics.jsonl", ".lock"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from l2r.runs.reading import read_json
+from l2r.files.reading import read_json
 from tests.hardening.test_absurd_files import (
     DIAGNOSE,
     EVIDENCE,
@@ -207,7 +207,7 @@ def test_an_absurd_option_is_refused_in_one_line(name, at, l2r):
 
 
 def test_files_of_ours_take_halves_of_characters(tmp_path):
-    from l2r.runs.atomic import append_text, write_text
+    from l2r.files.atomic import append_text, write_text
 
     write_text(tmp_path / "page.html", "d\udcff")
     append_text(tmp_path / "page.html", "\udcfe\n")

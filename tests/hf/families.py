@@ -1,7 +1,9 @@
 """Small random models of every supported family; their sizes stand in family_sizes.py."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -13,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from l2r.hf.swap.families import FAMILIES, Family
 from l2r.hf.swap.sites import Site, old_weight, router_sites
+from tests import tiers
 from tests.hf.family_sizes import AROUND, OWN_SIZES, TINY
 
 # Their layers run several times in a call, so a token has several routes in a layer.
@@ -21,7 +24,30 @@ LOOPED = ("inkling2_loop_text",)
 # those under the mask too.
 FAULTS = {"deepseek_v4": {"padding"}}
 
+BY_RULE = tuple({f.rule: name for name, f in reversed([*FAMILIES.items()])}.values())
+# And models unlike others of their rule: a bias of logits, layers of two kinds, a wrapper, a loop.
+OF_EACH_RULE = (*BY_RULE, "gpt_oss", "jamba", "qwen3_vl_moe", *LOOPED)
+# Parts of these compute in float32 whatever the model's dtype: only opening a folder sees to it.
+KEEP_FLOAT32 = ("inkling2_text", "inkling2_loop_text")
+
 _KINDS = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification)
+
+
+def each_rule(names: Iterable[str]) -> list[Any]:
+    """Families of models by name; one of each rule of selection is fast."""
+    return tiers.few(names, OF_EACH_RULE, "every family")
+
+
+def each_rule_and_dtype(names: Iterable[str]) -> Any:
+    """Parametrize by ``name`` and ``dtype``: fast are each rule in fp32, a few families in bf16."""
+    fast = {
+        torch.float32: OF_EACH_RULE,
+        torch.bfloat16: (*tiers.FAMILIES, KEEP_FLOAT32[0]),
+    }
+    cases = [(name, dtype) for name in names for dtype in fast]
+    few = tiers.few(cases, lambda case: case[0] in fast[case[1]], "every family and dtype")
+    ids = [f"{name}-{'fp32' if dtype == torch.float32 else 'bf16'}" for name, dtype in cases]
+    return pytest.mark.parametrize(("name", "dtype"), few, ids=ids)
 
 
 def tiny_config(name: str, **sizes: Any) -> Any:

@@ -300,8 +300,14 @@ def test_an_unknown_quantizer_and_a_missing_package_are_named(tmp_path, monkeypa
 def test_weights_that_do_not_fit(layout, monkeypatch):
     """By what they are in memory: unpacked ones stay on disk, codes are refused."""
     folder, lines = folder_of(layout), []
-    room = int((weight_sizes(folder).stored + weight_sizes(folder).held) / 2 / placement._ROOM)
-    room = room if layout == "mxfp4" else int(0.8 * weight_sizes(folder).held / placement._ROOM)
+    room = int(
+        (weight_sizes(folder).stored + weight_sizes(folder).held) / 2 / placement._MEMORY_SHARE
+    )
+    room = (
+        room
+        if layout == "mxfp4"
+        else int(0.8 * weight_sizes(folder).held / placement._MEMORY_SHARE)
+    )
     monkeypatch.setattr(placement, "available_memory", lambda: room)
     if layout == "mxfp4":
         model, _ = load_causal_lm(folder, placement=Placement("auto", report=lines.append))

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from l2r.functional import load_balancing_loss, router_z_loss
+from l2r.functional.scoring import ScoreConstants
 from l2r.kernels import dispatch, plain
-from l2r.kernels.contract import ScoreConstants
 from l2r.kernels.dispatch import implementation
 from l2r.routers import RouterOutput
 
@@ -193,27 +193,15 @@ def check_route(name: str, device: str, case: Case) -> None:
     check_gradients(ours, exact, tolerance)
 
 
-STEPS = ("query and logits", "with a given |q|", "logits in one call")
-
-
-def check_logits(name: str, device: str, case: Case, steps: str) -> None:
-    """Logits without a selection, made in one of ``STEPS``, and all gradients against float64."""
+def check_logits(name: str, device: str, case: Case) -> None:
+    """Logits without a selection, and all gradients, against float64."""
     inputs = case.inputs(device)
     ours, exact = leaves(inputs), double(inputs)
-    rho = torch.linspace(-2, 2, case.tokens).to(case.dtype)
     results = []
     for values, module in ((ours, dispatch), (exact, plain)):
-        x, projection, gain, anchors = values.values()
+        x, *weights = values.values()
         with implementation(name):
-            if steps == "logits in one call":
-                logits = module.route_logits(x, (projection, gain, anchors), case.score())
-            else:
-                if steps == "with a given |q|" and case.scoring == "sips":
-                    values["rho_hat"] = rho.to(anchors, copy=True).requires_grad_()
-                query = module.routing_query(x, projection, gain, case.score())
-                rho_hat = values.get("rho_hat")
-                logits = module.anchor_logits(query, anchors, case.score(), rho_hat)
-        results.append(logits)
+            results.append(module.route_logits(x, tuple(weights), case.score()))
     query = plain.routing_query(exact["x"], exact["projection"], exact["gain"])
     tolerance = case.tolerance(query)
     assert error(*results) <= tolerance

@@ -11,24 +11,20 @@ from hypothesis import strategies as st
 from routing_cases import Case
 from torch import Tensor
 
+from l2r.functional.scoring import ScoreConstants
 from l2r.kernels import checks, cpu, dispatch
-from l2r.kernels.contract import Inputs, Results, ScoreConstants, Tensors, all_tensors
+from l2r.kernels.contract import INPUTS, SCORINGS, Tensors
 from l2r.kernels.native.build import library
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 CASES = int(os.environ.get("L2R_FUZZ", "40"))
 CASE = Case(3, 8, 4, 2, 2, 2)
-PROJECT = ("x", "weight", "gain")
-SCORE = ("anchors", "rho_hat", "query")
-STAGES = [  # what is given, and whether experts are selected
-    (PROJECT, False),
-    (("x", "weight"), False),
-    (SCORE, False),
-    (("anchors", "query"), False),
+ROUTER = ("x", "weight", "gain", "anchors")
+CALLS = [  # what is given, and whether experts are selected
     (("logits",), True),
-    (("anchors", "query"), True),
-    ((*PROJECT, "anchors"), False),
-    ((*PROJECT, "anchors"), True),
+    (ROUTER, False),
+    (ROUTER, True),
+    (("x", "weight", "anchors"), False),
     (("x", "weight", "anchors"), True),
 ]
 
@@ -37,45 +33,43 @@ def everything(case: Case, seed: int = 0) -> dict[str, Tensor]:
     """All that may be given, of the sizes of a case."""
     x, weight, gain, anchors = case.inputs("cpu").values()
     draw = torch.Generator().manual_seed(seed)
-    more = {"query": case.rank, "logits": case.experts}
-    given = {n: torch.randn(case.tokens, size, generator=draw) for n, size in more.items()}
-    rho_hat = torch.randn(case.tokens, generator=draw)
-    return {"x": x, "weight": weight, "gain": gain, "anchors": anchors, "rho_hat": rho_hat, **given}
+    logits = torch.randn(case.tokens, case.experts, generator=draw)
+    return {"x": x, "weight": weight, "gain": gain, "anchors": anchors, "logits": logits}
 
 
 def forward(given: dict[str, Any], top_k: int, name: str = "cpu", scoring: str = "sips") -> Tensors:
     """Results of the registered operation, absent ones as None."""
-    inputs = Inputs(**given)
+    inputs = Tensors(**given)
     constants = list(CASE.score()[1:])
-    results = torch.ops.l2r.route(*inputs, scoring, constants, top_k, False, name)
-    present = [None if tensor.dim() == 3 else tensor for tensor in results]
-    return all_tensors(inputs, Results(*present))
+    results = torch.ops.l2r.route(*inputs[:INPUTS], scoring, constants, top_k, False, name)
+    logits, *others = [None if tensor.dim() == 3 else tensor for tensor in results]
+    assert (logits is None) is (inputs.logits is not None)
+    logits = inputs.logits if logits is None else logits
+    return Tensors(*inputs[: INPUTS - 1], logits, *others)
 
 
 def backward(tensors: Tensors, up: dict[str, Any], top_k: int, name: str = "cpu") -> list[Tensor]:
     """Gradients by the registered operation."""
-    ups = [up.get(key) for key in ("query", "logits", "weights")]
+    ups = [up.get(key) for key in ("logits", "weights")]
     constants = list(CASE.score()[1:])
     return torch.ops.l2r.route_backward(*tensors, *ups, "sips", constants, top_k, False, name, True)
 
 
-def upstream(done: Tensors, given: dict[str, Any], top_k: int) -> dict[str, Tensor]:
+def upstream(done: Tensors, top_k: int) -> dict[str, Tensor]:
     """Ones for the last results."""
-    if "anchors" not in given and not top_k:
-        return {"query": torch.ones_like(done.query)}
     both = {"logits": torch.ones_like(done.logits)}
     return {**both, "weights": torch.ones_like(done.weights)} if top_k else both
 
 
 @pytest.mark.parametrize("name", ["cpu", "triton"])
-@pytest.mark.parametrize(("stages", "selects"), STAGES, ids=str)
+@pytest.mark.parametrize(("stages", "selects"), CALLS, ids=str)
 def test_right_calls_pass_forward_and_backward(name, stages, selects):
     tensors = everything(CASE)
     given = {key: tensors[key] for key in stages}
     top_k = 2 if selects else 0
     done = forward(given, top_k, name)
-    grads = backward(done, upstream(done, given, top_k), top_k, name)
-    for key, grad in zip(Inputs._fields, grads, strict=True):
+    grads = backward(done, upstream(done, top_k), top_k, name)
+    for key, grad in zip(Tensors._fields[:INPUTS], grads, strict=True):
         assert grad.shape == (given[key].shape if key in given else (0, 0, 0))
 
 
@@ -95,7 +89,7 @@ def wrong(tensor: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ["cpu", "triton"])
-@pytest.mark.parametrize(("stages", "selects"), STAGES, ids=str)
+@pytest.mark.parametrize(("stages", "selects"), CALLS, ids=str)
 def test_a_tensor_that_does_not_fit_is_refused_by_its_name(name, stages, selects):
     tensors = everything(CASE)
     given = {key: tensors[key] for key in stages}
@@ -111,31 +105,30 @@ def test_a_tensor_that_does_not_fit_is_refused_by_its_name(name, stages, selects
             assert any(n in str(refused.value) for n in names)
 
 
+def logits_of(tensors: dict[str, Tensor], **others: Tensor | None) -> Tensor:
+    x, *weights = ({**tensors, **others}[name] for name in ROUTER)
+    return dispatch.route_logits(x, tuple(weights), ScoreConstants("sips"))
+
+
 @pytest.mark.parametrize(
     "call",
     [
-        lambda t: dispatch.routing_query(torch.randn(4, 80000), torch.randn(8, 80000, 0)),
-        lambda t: dispatch.routing_query(torch.randn(0, 5, 8), t["weight"]),
-        lambda t: dispatch.routing_query(t["x"], t["weight"], t["gain"].to("meta")),
-        lambda t: dispatch.routing_query(t["x"], torch.randn(0, 8)),
-        lambda t: dispatch.routing_query(torch.randn(3, 0), torch.randn(2, 0)),
-        lambda t: dispatch.anchor_logits(t["query"], torch.randn(0, 2, 2), ScoreConstants("sips")),
-        lambda t: dispatch.anchor_logits(t["query"], torch.randn(4, 0, 2), ScoreConstants("sips")),
-        lambda t: dispatch.anchor_logits(
-            torch.randn(3, 0), torch.randn(4, 2, 0), ScoreConstants("sips")
-        ),
-        lambda t: dispatch.anchor_logits(
-            t["query"], t["anchors"], ScoreConstants("sips"), torch.randn(2)
-        ),
+        lambda t: logits_of(t, x=torch.randn(4, 80000), weight=torch.randn(8, 80000, 0)),
+        lambda t: logits_of(t, x=torch.randn(0, 5, 8)),
+        lambda t: logits_of(t, gain=t["gain"].to("meta")),
+        lambda t: logits_of(t, weight=torch.randn(0, 8), anchors=torch.randn(4, 2, 0)),
+        lambda t: logits_of(t, x=torch.randn(3, 0), weight=torch.randn(2, 0), gain=None),
+        lambda t: logits_of(t, anchors=torch.randn(0, 2, 2)),
+        lambda t: logits_of(t, anchors=torch.randn(4, 0, 2)),
+        lambda t: logits_of(t, anchors=torch.randn(4, 2, 3)),
+        lambda t: logits_of(t, gain=torch.randn(2)),
         lambda t: dispatch.softmax_top_k(torch.randn(3, 0), 1),
         lambda t: dispatch.softmax_top_k(torch.randn(40, 500), 0),
         lambda t: dispatch.softmax_top_k(torch.randn(40, 500), -1),
         lambda t: dispatch.softmax_top_k(torch.randn(40, 500), 2**70),
         lambda t: dispatch.softmax_top_k(torch.randn(2, 40, 500), 2),
         lambda t: dispatch.softmax_top_k(torch.randn(20000), 2),
-        lambda t: dispatch.route_logits(
-            t["x"], (t["weight"], t["gain"].double(), t["anchors"]), ScoreConstants("sips")
-        ),
+        lambda t: logits_of(t, gain=t["gain"].double()),
     ],
 )
 @pytest.mark.parametrize("name", ["cpu", "plain", "triton"])
@@ -147,18 +140,15 @@ def test_public_calls_refuse_what_does_not_fit_in_every_form(call, name):
 @pytest.mark.parametrize(
     ("given", "top_k", "words"),
     [
-        ({}, 0, "x, query or logits must be given"),
+        ({}, 0, "x or logits must be given"),
         ({"x"}, 0, "projection must be given with x"),
         ({"weight"}, 0, "x must be given with projection"),
-        ({"gain", "anchors", "query"}, 0, "x must be given with gain"),
-        ({"rho_hat", "logits"}, 2, "query must be given with rho_hat"),
-        ({"x", "weight", "anchors", "rho_hat"}, 2, "query must be given with rho_hat"),
-        ({"anchors"}, 0, "x or query must be given with anchors"),
-        ({"query"}, 0, "anchors must be given with query"),
-        ({"x", "weight"}, 2, "anchors must be given with x and top_k=2"),
-        ({"x", "weight", "query"}, 0, "query must not be given with x"),
+        ({"gain", "logits"}, 2, "x must be given with gain"),
+        ({"anchors"}, 0, "x must be given with anchors"),
+        ({"anchors", "logits"}, 2, "x must be given with anchors"),
+        ({"x", "weight"}, 0, "anchors must be given with x"),
+        ({"x", "weight"}, 2, "anchors must be given with x"),
         ({"x", "weight", "anchors", "logits"}, 0, "logits must not be given with x"),
-        ({"anchors", "query", "logits"}, 2, "logits must not be given with anchors"),
         ({"logits"}, 0, "top_k must be between 1 and 4; got top_k=0"),
         ({"logits"}, -1, "top_k must be between 1 and 4; got top_k=-1"),
         ({"logits"}, 5, "top_k must be between 1 and 4; got top_k=5"),
@@ -166,7 +156,7 @@ def test_public_calls_refuse_what_does_not_fit_in_every_form(call, name):
     ],
     ids=lambda v: str(v) if isinstance(v, str | int) else "+".join(sorted(v)),
 )
-def test_stages_that_are_no_run_of_neighbors_are_refused(given, top_k, words):
+def test_tensors_that_are_missing_or_one_too_many_are_refused(given, top_k, words):
     tensors = everything(CASE)
     with pytest.raises(ValueError, match=words):
         forward({key: tensors[key] for key in given}, top_k)
@@ -174,15 +164,13 @@ def test_stages_that_are_no_run_of_neighbors_are_refused(given, top_k, words):
 
 def test_options_of_the_operation_are_checked():
     tensors = everything(CASE)
-    given = {key: tensors[key] for key in ("anchors", "rho_hat", "query")}
+    given = {key: tensors[key] for key in ROUTER}
     with pytest.raises(ValueError, match="scoring must be one of dot, cosine, sips; got 'cosinus'"):
         forward(given, 0, scoring="cosinus")
-    with pytest.raises(ValueError, match="rho_hat must be None for scoring='dot'"):
-        forward(given, 0, scoring="dot")
     with pytest.raises(ValueError, match="backend must be one of cpu, triton; got 'cuda'"):
         forward(given, 0, "cuda")
     with pytest.raises(ValueError, match="constants must be 6 numbers; got"):
-        torch.ops.l2r.route(*Inputs(**given), "sips", [1.0, 2.0], 0, False, "cpu")
+        torch.ops.l2r.route(*Tensors(**given)[:INPUTS], "sips", [1.0, 2.0], 0, False, "cpu")
 
 
 BEYOND = [
@@ -207,9 +195,7 @@ def test_sizes_beyond_the_gpu_kernels_run_plain_code_and_are_refused_by_the_oper
     name, most = {"N": ("num_experts", 1024), "H": ("heads", 64), "R": ("rank", 64)}[letter]
     with pytest.raises(ValueError, match=f"{name} must be <= {most} for triton; got"):
         forward({key: tensors[key] for key in ("x", "weight", "anchors")}, 0, "triton")
-    inside = Case(1, 2, 1024, 1, 64, 1)
-    fits = everything(inside)
-    dispatch.routing_query(fits["x"], fits["weight"])
+    logits_of(everything(Case(1, 2, 1024, 1, 64, 1)))
     assert len(launched) == 1
 
 
@@ -228,11 +214,11 @@ def saved(stages: tuple[str, ...], selects: bool) -> tuple[Tensors, dict[str, Te
     tensors, top_k = everything(CASE), 2 if selects else 0
     given = {key: tensors[key] for key in stages}
     done = forward(given, top_k)
-    return done, upstream(done, given, top_k), top_k
+    return done, upstream(done, top_k), top_k
 
 
 @pytest.mark.parametrize("name", ["cpu", "triton"])
-@pytest.mark.parametrize(("stages", "selects"), STAGES, ids=str)
+@pytest.mark.parametrize(("stages", "selects"), CALLS, ids=str)
 def test_a_backward_refuses_what_its_forward_did_not_give(name, stages, selects):
     done, up, top_k = saved(stages, selects)
     for key, tensor in done._asdict().items():
@@ -240,7 +226,7 @@ def test_a_backward_refuses_what_its_forward_did_not_give(name, stages, selects)
             continue
         with pytest.raises(ValueError, match="must"):  # a wrong shape
             backward(done._replace(**{key: tensor[None]}), up, top_k, name)
-        if key not in ("gain", "rho_hat"):  # which may be absent
+        if key != "gain":  # which may be absent
             with pytest.raises(ValueError, match="must"):
                 backward(done._replace(**{key: None}), up, top_k, name)
         other = torch.float32 if key == "indices" else torch.float64
@@ -287,11 +273,10 @@ def test_memory_that_was_given_back_is_not_read():
 def test_the_compiled_code_reports_that_memory_ran_out(name):
     """An exception must not leave C++: it would end the process."""
     spare = torch.zeros(1)
-    anchors = cpu._pointers(*[spare.data_ptr() if f == "anchors" else 0 for f in Tensors._fields])
-    sizes = cpu._sizes(0, 1, 2**30, 2**15, 2**10, 0, 0)
-    score = cpu._score(2, *ScoreConstants()[1:])
-    more = [anchors] * (1 if name == "l2r_forward" else 3)
-    assert getattr(library(), name)(sizes, score, 1, 0, *more) != 0
+    places = [spare.data_ptr() if f == "anchors" else 0 for f in Tensors._fields]
+    sizes, score = (0, 1, 2**30, 2**15, 2**10, 0, 0), (SCORINGS["sips"], *ScoreConstants()[1:])
+    more = [] if name == "l2r_forward" else [cpu._pointers(*places)] * 2
+    assert getattr(library(), name)(cpu._call(*sizes, *score, 1, 0, *places), *more) != 0
 
 
 def test_expanded_and_strided_memory_is_read_right():
@@ -321,7 +306,7 @@ BORDERS = [1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65]
 def problems(draw: st.DrawFn) -> tuple[Case, tuple[str, ...], bool, int]:
     """A right call of any stages, at the borders of blocks and with several threads."""
     size = st.sampled_from(BORDERS)
-    stages, selects = draw(st.sampled_from(STAGES))
+    stages, selects = draw(st.sampled_from(CALLS))
     experts = draw(size)
     case = Case(
         tokens=draw(st.sampled_from([1, 2, 15, 16, 17, 33])),
@@ -355,8 +340,8 @@ def test_any_call_is_answered_or_refused(problem, damage, place):
     except ValueError:
         assert damage < 14
         return
-    grads = backward(done, upstream(done, given, top_k), top_k)
-    shapes = dict(zip(Inputs._fields, [grad.shape for grad in grads], strict=True))
+    grads = backward(done, upstream(done, top_k), top_k)
+    shapes = dict(zip(Tensors._fields[:INPUTS], [grad.shape for grad in grads], strict=True))
     assert all(shapes[key] == tensor.shape for key, tensor in given.items())
 
 

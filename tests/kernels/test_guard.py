@@ -248,15 +248,12 @@ def test_right_kernels_pass_with_a_margin_in_every_dtype(sizes, scoring, dtype):
         assert verdict.reason == "" and verdict.error < HALF, verdict
 
 
-@pytest.mark.parametrize("stage", ["query", "logits", "selection"])
-def test_a_stage_alone_is_compared_too(stage):
-    x, projection, gain, anchors = CASE.inputs(DEVICE).values()
+@pytest.mark.parametrize("part", ["logits", "selection"])
+def test_logits_or_a_selection_alone_are_compared_too(part):
+    x, *weights = CASE.inputs(DEVICE).values()
     with implementation("triton"):
-        if stage == "query":
-            dispatch.routing_query(x, projection, gain)
-        elif stage == "logits":
-            query = torch.ones(5, 2, device=DEVICE)
-            dispatch.anchor_logits(query, anchors, CASE.score(), torch.ones(5, device=DEVICE))
+        if part == "logits":
+            dispatch.route_logits(x, tuple(weights), CASE.score())
         else:
             dispatch.softmax_top_k(x, 3, normalize=True)
     (verdict,) = guard.verdicts.values()

@@ -40,12 +40,10 @@ def without_selection(module, given: Given) -> Tensor:
     return module.route_logits(x, tuple(parts), CASE.score()).double().sin().sum()
 
 
-def stages(module, given: Given) -> Tensor:
-    """Run each stage in a call of its own; the score is given a function of the query's norm."""
-    x, projection, gain, anchors = given.values()
-    query = module.routing_query(x, projection, gain, CASE.score())
-    rho_hat = query.norm(dim=-1).sin()
-    logits = module.anchor_logits(query, anchors, CASE.score(), rho_hat)
+def selection(module, given: Given) -> Tensor:
+    """Select in a call of its own, from logits of which another function is in the loss too."""
+    x, *parts = given.values()
+    logits = module.route_logits(x, tuple(parts), CASE.score())
     weights, _ = module.softmax_top_k(logits, 2)
     return weights.double().square().sum() + logits.double().sin().sum()
 
@@ -59,7 +57,7 @@ def penalty_gradients(loss: Callable[..., Tensor], module, given: Given) -> list
 
 
 @pytest.mark.parametrize("mode", [nullcontext, lambda: FlopCounterMode(display=False)])
-@pytest.mark.parametrize("loss", [whole, normalized, followed, without_selection, stages])
+@pytest.mark.parametrize("loss", [whole, normalized, followed, without_selection, selection])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_gradient_penalty_has_the_gradients_of_float64(
     name: str, loss: Callable[..., Tensor], mode: Callable[[], AbstractContextManager[object]]

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from routing_cases import Case, device_of, double, error, leaves, route
-from tests.tiers import few
 
+from l2r.functional.scoring import ScoreConstants
 from l2r.kernels import cpu, guard, plain
-from l2r.kernels.contract import Options, ScoreConstants, Tensors
+from l2r.kernels.contract import Options, Tensors
 from l2r.kernels.dispatch import implementation
+from tests.tiers import few
 
 EPS = 0.7  # queries and anchors of unit size: half of them below it
 

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_cases import device_of
-from tests.routers.test_selection_rule import Stub
 from torch import Tensor
 
 from l2r.functional import best_experts, select_experts
+from l2r.functional.scoring import ScoreConstants
 from l2r.kernels import cpu, dispatch, plain
-from l2r.kernels.contract import ScoreConstants
 from l2r.kernels.dispatch import implementation
 from l2r.kernels.native.build import library
 from l2r.routers.selection_rule import Selection
+from tests.routers.test_selection_rule import Stub
 
 # From numpy, in the interpreter: rows of -inf and NaN are what is asked for.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

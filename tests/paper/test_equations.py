@@ -29,8 +29,8 @@ from l2r.functional import (
 from l2r.moe import Experts, MoELayer
 from l2r.routers import capture
 from l2r.routers.count import router_cost, router_parameters
-from l2r.training.objective import auxiliary_losses
-from l2r.training.recipes.schema import LossSection
+from l2r_lab.training.objective import auxiliary_losses
+from l2r_lab.training.recipes.schema import LossSection
 
 T, D, R, N, H, K = 7, 12, 3, 5, 4, 2
 

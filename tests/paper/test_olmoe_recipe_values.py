@@ -2,7 +2,7 @@
 
 import pytest
 
-from l2r.training.recipes.load import load_recipe, parse_recipe, recipe_names
+from l2r_lab.training.recipes.load import load_recipe, parse_recipe, recipe_names
 
 # Item of the table -> (field of the recipe, value).
 TABLE = {

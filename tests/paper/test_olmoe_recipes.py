@@ -7,7 +7,7 @@ import torch
 
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.routers import Router
-from l2r.training.recipes.load import load_recipe, recipe_header, recipe_names
+from l2r_lab.training.recipes.load import load_recipe, recipe_header, recipe_names
 
 MAIN = ["linear", "linear-sips", "xmoe", "l2r-dot", "l2r-cosine", "l2r-sips"]
 RANKS = {f"l2r-sips-rank-{rank}": (rank, 4) for rank in (2, 8, 32)}

@@ -2,16 +2,16 @@
 
 import pytest
 
-from l2r.cost.benchmarks.inference import overhead
-from l2r.cost.benchmarks.timing import Timing
-from l2r.report.paper_tables import parameter_table, show_count
 from l2r.routers.count import router_parameters
-from l2r.training.evaluation.paper_rows import paper_row
-from l2r.training.evaluation.task_scoring import TaskResult
-from l2r.training.evaluation.tasks import PAPER_TASKS
-from l2r.training.loop import _steps as step_count
-from l2r.training.optimizer import learning_rate
-from l2r.training.recipes.load import load_recipe
+from l2r_lab.inference import overhead
+from l2r_lab.report.paper_tables import parameter_table, show_count
+from l2r_lab.timing import Timing
+from l2r_lab.training.evaluation.paper_rows import paper_row
+from l2r_lab.training.evaluation.task_scoring import TaskResult
+from l2r_lab.training.evaluation.tasks import PAPER_TASKS
+from l2r_lab.training.loop import _steps as step_count
+from l2r_lab.training.optimizer import learning_rate
+from l2r_lab.training.recipes.load import load_recipe
 
 LAYERS, SIZES = 16, {"hidden_size": 2048, "num_experts": 64}
 GRID = {  # Table 9 (router parameters): rank -> (count, percent) for H = 1, 2, 4, 8, 16
@@ -118,7 +118,7 @@ def test_inference_table_from_its_latencies(name):
     """Our columns from the paper's latencies are the paper's, to the rounding of its latencies."""
     for column, tokens in ((0, PROMPT), (2, 1)):
         seconds = (INFERENCE[row][column] / 1e3 for row in ("Linear", name))
-        linear, mine = (Timing(time, time, time, (time, time)) for time in seconds)
+        linear, mine = (Timing((time, time)) for time in seconds)
         found = overhead(mine, tokens, stock=linear, linear=linear)
         latency, rate = INFERENCE[name][column : column + 2]
         assert found["latency_ms"] == pytest.approx(latency)

@@ -3,7 +3,7 @@
 import pytest
 
 from l2r.hf.models import L2rViTConfig
-from l2r.training.recipes.load import load_recipe, recipe_header, recipes_in
+from l2r_lab.training.recipes.load import load_recipe, recipe_header, recipes_in
 
 IMAGENET, VALIDATION = 1_281_167, 50_000
 ROUTERS = {

@@ -3,25 +3,24 @@
 import numpy as np
 
 from l2r.analysis.diagnostics.landscape import drawn_anchors
-from l2r.report.ablation import seed_row
-from l2r.report.comparison import write_report
+from l2r.files.arrays import PatchRouting
+from l2r.files.diagnosis import Diagnosis
 from l2r.report.diagnosis import write_diagnosis
-from l2r.report.evidence import write_study
-from l2r.report.explorer import write_explorer
-from l2r.report.landscape import landscapes_2d, landscapes_3d
 from l2r.report.page import Section
 from l2r.report.patches import patch_links, write_patch_page
-from l2r.report.performance import write_bench_page
-from l2r.report.sweep import write_sweep_page
 from l2r.report.text_view import text_sections
-from l2r.runs.diagnosis import Diagnosis
-from l2r.runs.patches import PatchRouting
-from l2r.studies.judging import study_of
-from l2r.studies.registration import Registered
-from l2r.studies.study_plan import Plan
+from l2r_lab.report.ablation import seed_row
+from l2r_lab.report.comparison import write_report
+from l2r_lab.report.evidence import write_study
+from l2r_lab.report.explorer import write_explorer
+from l2r_lab.report.landscape import landscapes_2d, landscapes_3d
+from l2r_lab.report.sweep import write_sweep_page
+from l2r_lab.studies.judging import study_of
+from l2r_lab.studies.registration import RegisteredPlan
+from l2r_lab.studies.study_plan import StudyPlan
+from tests.l2r_lab.studies.studies import SMALL, made_up
 from tests.report.runs import made_run
 from tests.report.texts import random_text
-from tests.studies.studies import SMALL, made_up
 
 EXPERTS, LAYERS, TOKENS = 6, 2, 40
 
@@ -91,7 +90,7 @@ def _report(folder):
         run = made_run(folder / "runs" / name, ce=5.7 + 0.01 * number)
         made_diagnosis(number).save(run.path)
         random_text(seed=number).save(run.text)
-    from l2r.runs.folder import find_runs
+    from l2r.files.folder import find_runs
 
     _, pages = write_report(find_runs(folder / "runs"), folder / "report.html")
     return dict(zip(("report", "text"), pages, strict=True))
@@ -104,7 +103,7 @@ def _study(folder):
         {**pair, "metric": "load_entropy", "better": "larger"},
     ]
     plan = {**SMALL, "contrasts": contrasts, "margins": {"validation_ce": 0.02}}
-    registered = Registered(Plan.model_validate(plan), "small", "d", "c", "registered")
+    registered = RegisteredPlan(StudyPlan.model_validate(plan), "small", "d", "c", "registered")
     noise = (0.0, 0.002, -0.001)
 
     def value(arm, seed, name, trained):
@@ -137,16 +136,6 @@ def _explorer(folder):
     return {"explorer": page}
 
 
-def _bench(folder):
-    records = [
-        {"shape": "small", "phase": "forward", "contender": name, "median_ms": value,
-         "low_ms": value, "high_ms": value + 1, "ratio": value}
-        for name, value in (("linear, plain", 1.0), ("l2r_sips, fused", 2.0))
-    ]  # fmt: skip
-    bench = {"name": "moe", "records": records, "note": "ratio: over linear.", "environment": {}}
-    return {"bench": write_bench_page(bench, folder / "bench.html")}
-
-
 def every_page(folder):
     """Name -> path."""
     views = {"linear": made_diagnosis(0), "l2r_sips": made_diagnosis(1)}
@@ -156,6 +145,6 @@ def every_page(folder):
     patches = write_patch_page(vision, _patches(), "L2rViT")
     opening = [*text_sections({"linear": random_text()}, page), *patch_links([patches], folder)]
     found = {"diagnosis": write_diagnosis(views, page, opening=opening), "patches": patches}
-    for make in (_report, _study, _sweep, _explorer, _bench):
+    for make in (_report, _study, _sweep, _explorer):
         found |= make(folder)
     return found

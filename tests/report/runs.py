@@ -5,7 +5,7 @@ import re
 
 import yaml
 
-from l2r.runs.folder import RunFolder
+from l2r.files.folder import RunFolder
 
 PER_STEP = 512  # tokens of a step
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from l2r.files.diagnosis import Diagnosis
 from l2r.report import specialization
 from l2r.report.analyses import analysis_sections
 from l2r.report.routing import usage_by_domain
-from l2r.runs.diagnosis import Diagnosis
 
 RNG = np.random.default_rng(0)
 DEPTH, EXPERTS = 3, 20

@@ -6,9 +6,10 @@ import re
 import numpy as np
 import pytest
 
-from l2r.report import geometry, landscape, routing
+from l2r.files.diagnosis import Diagnosis, read_diagnosis
+from l2r.report import geometry, routing
 from l2r.report.diagnosis import write_diagnosis
-from l2r.runs.diagnosis import Diagnosis, read_diagnosis
+from l2r_lab.report import landscape
 from tests.report.pages import made_diagnosis
 
 RNG = np.random.default_rng(0)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import l2r.report
-from l2r.report.comparison import comparison_table
+from l2r.files.diagnosis import USAGE, Diagnosis
+from l2r.files.folder import RunFolder
 from l2r.report.diagnosis import _GROUPS, checkpoint_tables
-from l2r.runs.diagnosis import USAGE, Diagnosis
-from l2r.runs.folder import RunFolder
+from l2r_lab.report.comparison import comparison_table
 from tests.report.runs import bold, made_run
 
 
@@ -77,7 +77,8 @@ def test_a_column_shows_the_number_it_is_named_after():
 def test_no_other_table_prints_a_best_value():
     """Accuracies over several seeds alone."""
     marking = set()
-    for path in Path(l2r.report.__file__).parent.glob("*.py"):
+    source = Path(l2r.report.__file__).parents[2]
+    for path in source.glob("l2r*/report/*.py"):
         if path.name == "tables.py":  # where the word is of the language, not a direction
             continue
         calls = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call))

@@ -5,6 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from l2r.files.arrays import PatchRouting
+from l2r.files.diagnosis import Diagnosis
+from l2r.files.folder import RunFolder
 from l2r.report.analyses import analysis_sections
 from l2r.report.diagnosis import write_diagnosis
 from l2r.report.geometry import pca_scatter, routing_planes
@@ -16,9 +19,6 @@ from l2r.report.specialization import (
     saturation_curves,
     specialization_by_layer,
 )
-from l2r.runs.diagnosis import Diagnosis
-from l2r.runs.folder import RunFolder
-from l2r.runs.patches import PatchRouting
 
 NAMES = ["vit.layers.2.mlp.router", "vit.layers.3.mlp.router"]
 EXPERTS = 4

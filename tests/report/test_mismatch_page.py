@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from l2r.report.mismatch import limits, verdict, write_mismatch
-from tests.runs.test_mismatch import small
+from tests.files.test_mismatch import small
 
 
 @pytest.fixture
@@ -60,6 +60,19 @@ def test_bars_are_the_shares_and_nothing_is_wider_than_a_phone(page):
     first = page.locator("#charts tr").first.inner_text()
     assert "20.0%" in first and "80.0% certified" in first
     assert page.evaluate("document.documentElement.scrollWidth") <= 420
+
+
+def test_one_choice_that_changed_among_thousands_is_not_all_kept():
+    flat = ("lengths", "domain", "tokens", "own", "replayed", "kl_own", "kl_replayed")
+    values = {name: np.tile(getattr(small(), name), 400) for name in flat}
+    values |= {n: np.tile(getattr(small(), n), (1, 400)) for n in ("gap", "moved", "certified")}
+    many = np.tile(small().experts, (1, 400, 1))
+    other = many.copy()
+    other[0, 7] = [0, 2]
+    result = small(**values, experts=many, other_experts=other)
+    assert "0.05% of 2,000 tokens" in verdict(result, "bf16")
+    assert "99.99% of all choices stay" in verdict(result, "bf16")
+    assert "100.0% of all choices stay" in verdict(small(other_experts=small().experts), "bf16")
 
 
 def test_a_page_without_routes_says_so():

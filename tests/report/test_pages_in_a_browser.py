@@ -8,7 +8,7 @@ import pytest
 from tests.report.conftest import wait_until
 from tests.report.pages import every_page
 
-PAGES = ("report", "text", "diagnosis", "patches", "study", "sweep", "explorer", "bench")
+PAGES = ("report", "text", "diagnosis", "patches", "study", "sweep", "explorer")
 FORMS = {"light": ("light", 1280), "dark": ("dark", 1280), "phone": ("dark", 420)}
 SHOTS = os.environ.get("L2R_SCREENSHOTS")  # a folder for pictures of all, to look at
 

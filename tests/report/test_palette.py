@@ -132,6 +132,8 @@ def test_more_experts_share_a_hue_with_their_neighbors():
         ("linear", "linear", "solid"),
         ("linear_sips", "linear_sips", "solid"),
         ("linear-best", "linear", "dash"),
+        ("L2R (SIPS)", "l2r_sips", "solid"),
+        ("Linear (SIPS)", "linear_sips", "solid"),
         ("l2r_sips, rank 2", None, "solid"),
         ("mine", None, "solid"),
     ],

@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from l2r.report.explorer import write_explorer
 from l2r.report.mismatch import write_mismatch
 from l2r.report.page import Section, write_page
 from l2r.report.text_view import write_text_page
+from l2r_lab.report.explorer import write_explorer
+from tests.files.test_mismatch import small
 from tests.report.pages import every_page
 from tests.report.texts import random_text
-from tests.runs.test_mismatch import small
 
 EVIL = "</script><script>window.evil = 1</script><img src=x onerror='window.evil = 1'>"
 # What a place that escapes nothing would let in, in the middle of a page.

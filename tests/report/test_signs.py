@@ -6,24 +6,19 @@ import math
 import numpy as np
 import pytest
 
-from l2r.report.curves import curves
-from l2r.report.evidence import _chance
-from l2r.report.evidence_figures import curves_with_bands, forest
-from l2r.report.evidence_tables import (
-    arm_table,
-    contrast_table,
-    precision_table,
-    show_interval,
-)
+from l2r.files.diagnosis import Diagnosis
+from l2r.files.folder import RunFolder
 from l2r.report.palette import INK
 from l2r.report.routing import gain_bars, robustness_bars, usage_by_layer
-from l2r.runs.diagnosis import Diagnosis
-from l2r.runs.folder import RunFolder
 from l2r.stats.intervals import Interval
-from l2r.studies.judging import study_of
-from l2r.studies.registration import Registered
-from l2r.studies.study_plan import Plan
-from tests.studies.studies import SMALL, made_up
+from l2r_lab.report.curves import curves
+from l2r_lab.report.evidence import _chance
+from l2r_lab.report.evidence_figures import curves_with_bands, forest
+from l2r_lab.report.evidence_tables import arm_table, contrast_table, precision_table, show_interval
+from l2r_lab.studies.judging import study_of
+from l2r_lab.studies.registration import RegisteredPlan
+from l2r_lab.studies.study_plan import StudyPlan
+from tests.l2r_lab.studies.studies import SMALL, made_up
 
 GREEN, ORANGE, BLUE, DARK = "#009e73", "#d55e00", "#0072b2", INK
 NOISE = (0.0, 0.002, -0.001)  # of three seeds
@@ -38,7 +33,9 @@ def study(gap, better="smaller", before=0.0, metric="validation_ce"):
         }
     ]  # fmt: skip
     changes = {"contrasts": contrasts, "margins": {metric: MARGIN}}
-    plan = Registered(Plan.model_validate({**SMALL, **changes}), "small", "d", "c", "registered")
+    plan = RegisteredPlan(
+        StudyPlan.model_validate({**SMALL, **changes}), "small", "d", "c", "registered"
+    )
 
     def value(arm, seed, name, trained):
         return 5 + 0.1 * seed + (arm == "l2r") * (NOISE[seed] + (gap if trained else before))
@@ -68,7 +65,7 @@ def test_better_is_green_and_on_the_right(gap, better, verdict, color):
     assert after.hovertext.startswith(f"{verdict}: {sign}")
 
 
-def test_undecided_is_dark():
+def test_no_verdict_is_dark():
     wide = study(0.05)
     results = [
         dataclasses.replace(r, trained={**r.trained, "validation_ce": 5.0 + 9 * (r.seed - 1)})
@@ -76,9 +73,9 @@ def test_undecided_is_dark():
         else r
         for r in wide.results
     ]
-    plan = Plan.model_validate(SMALL)
-    again = study_of(Registered(plan, "small", "d", "c", "registered"), results)
-    assert again.judged[0].verdict == "undecided"
+    plan = StudyPlan.model_validate(SMALL)
+    again = study_of(RegisteredPlan(plan, "small", "d", "c", "registered"), results)
+    assert again.judged[0].verdict == "no verdict"
     assert forest(again).data[1].marker.color == DARK
 
 
@@ -169,6 +166,8 @@ def test_bars_show_gains_and_intervals_on_their_sides():
     info = {"model": {"routing_gain": 0.5, "shuffled_gain": -0.25}}
     random, shuffled = gain_bars({"a": Diagnosis(info, [{}], {})}).data
     assert list(random.y) == [0.5] and list(shuffled.y) == [-0.25]
+    info = {"model": {"routing_gain": 0.5, "shuffled_gain": -0.0002}}
+    assert gain_bars({"a": Diagnosis(info, [{}], {})}).data[1].text == ("-0.0002",)
     fields = ("mean_margin", "low_margin_rate", "stability", "topk_overlap")
     layer = {**dict.fromkeys(fields, 0.9), "stability_interval": [0.8, 0.95]}
     bars = robustness_bars({"a": Diagnosis({}, [layer], {})}).data

@@ -7,9 +7,14 @@ import pytest
 from markdown_it import MarkdownIt
 from scipy.stats import binomtest
 
-from l2r.report.paper_tables import accuracy_table, downstream_table, images_table, seeds_caption
 from l2r.report.tables import Table
 from l2r.stats.intervals import mean_interval
+from l2r_lab.report.paper_tables import (
+    accuracy_table,
+    downstream_table,
+    images_table,
+    seeds_caption,
+)
 from tests.report.runs import bold
 
 

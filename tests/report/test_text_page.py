@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from l2r.report.text_view import write_text_page
@@ -10,8 +11,9 @@ from tests.report.texts import WORDS, random_text
 
 pytestmark = pytest.mark.slow("a browser")
 
-ONE, TWO = random_text(), random_text(layers=3, experts=9, seed=1)
-OTHER = random_text(pieces=WORDS[::-1], seed=2)
+LONG = {"length": 120, "columns": 120}  # too long to be shown once per layer
+ONE, TWO = random_text(**LONG), random_text(layers=3, experts=9, seed=1, **LONG)
+OTHER = random_text(pieces=WORDS[::-1], seed=2, **LONG)
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +41,16 @@ def token(page, number, pane=0):
 
 
 def firsts(page, pane=0):
-    """Expert of every token, as its color says."""
-    names = (
-        page.locator(".pane")
-        .nth(pane)
-        .locator(".t")
-        .evaluate_all(
-            "tokens => tokens.map(t => [...t.classList].find(c => /^e\\d+$/.test(c)).slice(1))"
-        )
-    )
-    return [int(name) for name in names]
+    """First expert of every token, in the layer of the slider."""
+    tokens = page.locator(".pane").nth(pane).locator(".t")
+    return [int(e) for e in tokens.evaluate_all("tokens => tokens.map(t => t.dataset.e)")]
+
+
+def colors(page, layer, pane=0):
+    """Number of every token's color, of a text that is shown once per layer."""
+    tokens = page.locator(".pane").nth(pane).locator(f".passage >> nth={layer}").locator(".t")
+    name = "t => [...t.classList].find(c => /^e\\d+$/.test(c)).slice(1)"
+    return [int(color) for color in tokens.evaluate_all(f"tokens => tokens.map({name})")]
 
 
 def rows_of(page, pane=0):
@@ -83,6 +85,34 @@ def test_tokens_have_their_experts_colors_and_the_slider_moves_through_layers(pa
     assert (firsts(page), firsts(page, 1)) == (first_of(ONE, 1), first_of(TWO, 2))
 
 
+def test_a_sentence_is_shown_once_per_layer_in_matched_colors(open_tab, tmp_path):
+    size = {"rows": 1, "length": 12, "columns": 12}
+    text = random_text(layers=3, **size)
+    renumber = np.array([3, 0, 5, 1, 4, 2])
+    other = dataclasses.replace(text, experts=renumber[text.experts].astype(np.int16))
+    tab = open_tab()
+    written = {"text": 8, "other": 8}
+    page = write_text_page({"text": text, "other": other}, tmp_path / "page.html", written=written)
+    tab.goto(page.as_uri())
+    for layer in range(3):
+        first = first_of(text, layer)
+        assert colors(tab, layer) == first
+        assert colors(tab, layer, pane=1) == first  # renumbered, in the colors of its partners
+        assert f"Layer {layer} " in tab.locator(".finding").nth(layer).inner_text()
+    assert "other sends 100% of the tokens" in tab.locator("#headline").inner_text()
+    assert tab.locator("#layer").is_hidden()
+    assert tab.locator(".passage b").count() == 6  # where the models began to write
+    token(tab, 12 + 4).click()  # of the second layer
+    number = int(renumber[text.experts[1, 0, 4, 0]])
+    assert rows_of(tab, 1)[0][0] == number
+    tab.keyboard.press("+")
+    assert rows_of(tab) == expected_rows(text, 2, 4)
+    tab.keyboard.press("Enter")
+    assert tab.locator(".passage").nth(2).locator(".t.first").count() == (
+        first_of(text, 2).count(first_of(text, 2)[4])
+    )
+
+
 def test_breaks_of_lines_have_a_sign_and_break_the_line(page):
     for piece, inside, behind in (("a\n\n", "a↵↵", "\n\n"), ("\n  b", "↵\n  b", ""), ("", "∅", "")):
         assert page.evaluate("p => [visible(p), breaksAfter(p)]", piece) == [inside, behind]
@@ -101,7 +131,7 @@ def test_pointing_shows_a_tokens_numbers_in_both_checkpoints(page):
 
 
 def test_weight_bars_of_two_checkpoints_have_one_scale(open_tab, tmp_path):
-    faint = random_text(seed=3)
+    faint = random_text(seed=3, **LONG)
     faint = dataclasses.replace(faint, weights=faint.weights / 4)
     tab = open_tab()
     tab.goto(write_text_page({"one": ONE, "faint": faint}, tmp_path / "page.html").as_uri())
@@ -117,7 +147,7 @@ def test_keys_walk_through_the_text_and_choose_experts(page):
     page.locator("#theme").focus()
     while page.evaluate("!document.activeElement.matches('.t')"):
         page.keyboard.press("Tab")
-    keys = {"ArrowRight": 1, "ArrowLeft": 0, "End": 19, "Home": 0}
+    keys = {"ArrowRight": 1, "ArrowLeft": 0, "End": 119, "Home": 0}
     for key, number in keys.items():
         page.keyboard.press(key)
         assert token(page, number).evaluate("t => t === document.activeElement")

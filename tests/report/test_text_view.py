@@ -1,14 +1,16 @@
 """The data of the text page are those that were measured, and its size stays small."""
 
 import base64
+import dataclasses
 import json
 import re
 
 import numpy as np
 import pytest
 
+from l2r.files.arrays import TextRouting
+from l2r.report.text_findings import agreement, finding, headline
 from l2r.report.text_view import page_data, text_sections, write_text_page
-from l2r.runs.text_routing import TextRouting
 from tests.report.texts import WORDS, random_text
 
 
@@ -98,3 +100,38 @@ def test_a_wrong_file_is_named(tmp_path):
     (tmp_path / "cut.npz").write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match="cannot read text routing from"):
         TextRouting.read(tmp_path / "cut.npz")
+
+
+def test_another_checkpoint_has_the_colors_of_the_best_matching():
+    """The same model with its experts renumbered: each has its partner's color, all agree."""
+    base = random_text()
+    renumber = np.array([3, 0, 5, 1, 4, 2])
+    other = dataclasses.replace(base, experts=renumber[base.experts].astype(np.int16))
+    data = page_data({"base": base, "other": other})
+    for layer in data["checkpoints"][0]["layers"]:
+        assert layer["colors"] == list(range(6))
+    for layer in data["checkpoints"][1]["layers"]:
+        assert layer["colors"] == renumber.argsort().tolist()
+    share, chance = agreement(base, other)
+    assert share == 1 and 1 / 6 < chance < 0.5
+    assert "sends 100% of the tokens" in data["headline"]
+    assert f"({100 * chance:.0f}% by chance)" in data["headline"]
+
+
+@pytest.mark.parametrize("experts", [4, 9])
+def test_experts_without_a_partner_have_a_color_of_their_own(experts):
+    base, other = random_text(), random_text(experts=experts, seed=1)
+    for layer in page_data({"base": base, "other": other})["checkpoints"][1]["layers"]:
+        assert len(set(layer["colors"])) == experts
+        assert max(layer["colors"]) < max(experts, 6)
+
+
+def test_a_layer_is_told_in_a_sentence():
+    text = random_text(rows=1, length=5, columns=5)
+    text.experts[0, 0, :, 0] = [2, 2, 0, 2, 5]
+    assert finding(text, 0) == "3 of 5 tokens go first to expert 2; 3 of 6 are never first."
+    text.experts[1, 0, :, 0] = 4
+    assert headline({"mine": text}) == (
+        "mine, in its most crowded layer, 1: 5 of 5 tokens go first to expert 4; "
+        "5 of 6 are never first."
+    )

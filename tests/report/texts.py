@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from l2r.runs.text_routing import TextRouting
+from l2r.files.arrays import TextRouting
 
 WORDS = np.array([f" word{n}" for n in range(50)])
 

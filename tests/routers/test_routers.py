@@ -10,11 +10,12 @@ import torch
 from transformers import OlmoeConfig
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 
+import l2r
 from l2r import L2RConfig, RouterConfig, XMoEConfig, build_router, capture, register_router
+from l2r.files.shared_settings import PAPER_ROUTERS
 from l2r.routers import LinearRouter, Router, make_config, router_names
-from l2r.routers.bare_linear import BareLinear
+from l2r.routers.holder import BareLinear
 from l2r.routers.norms import QueryBatchNorm
-from l2r.runs.router_names import PAPER_ROUTERS
 from tests import reference
 
 SIZES = [(16, 4, 2), (24, 9, 3), (8, 2, 1)]  # hidden size, experts, top-k
@@ -401,7 +402,7 @@ def test_threads_record_their_own_calls():
 
 def test_capture_refuses_a_model_without_routers():
     with (
-        pytest.raises(ValueError, match="Linear contains no l2r Router"),
+        pytest.raises(ValueError, match="no router of a supported family"),
         capture(torch.nn.Linear(2, 2)),
     ):
         pass
@@ -471,11 +472,19 @@ def test_parameters_are_float32_or_wider_whatever_the_default_dtype(kind, defaul
     assert plain.state_dict().keys() == router.state_dict().keys()
 
 
+TRIED = {16: (4, 8), 64: (1, 16), 256: (1, 8), 1024: (1, 32)}  # experts: heads, rank
+
+
 @pytest.mark.parametrize(
     ("num_experts", "heads", "rank"),
-    [(2, 4, 8), (64, 4, 8), (65, 2, 8), (255, 2, 8), (256, 1, 8), (257, 1, 32), (4096, 1, 32)],
+    [
+        *((tried, *setting) for tried, setting in TRIED.items()),
+        *((2, *TRIED[16]), (4096, *TRIED[1024])),  # below and above all that were tried
+        *((between, 1, 16) for between in (17, 63, 65, 128, 255)),
+        *((between, 1, 32) for between in (257, 1023)),
+    ],
 )
-def test_the_setting_for_a_number_of_experts_has_fewer_anchors_and_a_higher_rank_for_more(
+def test_an_untried_number_of_experts_has_one_anchor_and_the_larger_rank_of_its_neighbors(
     num_experts, heads, rank
 ):
     sizes = {"num_experts": num_experts, "hidden_size": 128, "top_k": 2}
@@ -492,6 +501,13 @@ def test_the_setting_for_experts_builds_where_sizes_are_small_and_names_impossib
     for name, value in (("num_experts", 0), ("hidden_size", 0), ("top_k", 301)):
         with pytest.raises(ValueError, match=f"top_k <= num_experts; got .*{name}={value}"):
             L2RConfig.for_experts(**{**small, name: value})
+
+
+@pytest.mark.parametrize("sizes", [(), (8,), (8, 64)])
+def test_the_setting_for_experts_names_sizes_that_are_missing(sizes):
+    with pytest.raises(l2r.InputError, match=r"must all be given, .*; got num_experts=") as e:
+        L2RConfig.for_experts(*sizes)
+    assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("trains", [True, False])

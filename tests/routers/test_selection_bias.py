@@ -9,9 +9,11 @@ import torch
 from l2r import L2RConfig, Router, RouterConfig, build_router, register_router
 from l2r.functional import expert_usage
 from l2r.hf.swap.sites import new_router, router_sites
-from l2r.routers import SigmoidConfig, make_config, router_names, update_selection_bias
+from l2r.routers import make_config, router_names
 from l2r.routers.config import ROUTERS
+from l2r.routers.selection_bias import update_selection_bias
 from l2r.routers.selection_rule import Selection
+from l2r_lab.routers.sigmoid import SigmoidConfig
 from tests.routers.test_selection_rule import _reference
 
 SIZES = {"hidden_size": 16, "num_experts": 8, "top_k": 2}

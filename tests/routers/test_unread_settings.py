@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from l2r.files.shared_settings import PAPER_ROUTERS
 from l2r.routers import (
     L2RConfig,
     LinearSipsConfig,
@@ -12,8 +13,7 @@ from l2r.routers import (
     make_config,
 )
 from l2r.routers.config import options_of
-from l2r.routers.xmoe_presets import PRESETS
-from l2r.runs.router_names import PAPER_ROUTERS
+from l2r.routers.xmoe import PRESETS
 
 SIZES = {"hidden_size": 16, "num_experts": 8, "top_k": 2}
 

@@ -4,11 +4,13 @@ import json
 
 import pytest
 import yaml
+
 from scripts.proofs import by_hand
 from scripts.proofs.mutant_trees import Outcome
 
 ENTRY = {
-    "n": 1, "draw": 1, "at_first": "none", "room": "stats", "file": "a.py", "under": "one + two",
+    "n": 1, "draw": 1, "at_first": "none", "room": "stats", "file": "l2r/a.py",
+    "under": "one + two",
     "old": "1 + 1", "new": "1 - 1", "tests": ["tests/near", "tests/far"],
 }  # fmt: skip
 

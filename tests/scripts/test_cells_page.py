@@ -1,11 +1,11 @@
 """The table of cells in docs/swap.md, the results that are kept, and how a stopped run goes on."""
 
 import pytest
+
+from l2r.hf.swap.families import FAMILIES
 from scripts.pages import cells_page
 from scripts.pages.cells_page import FAILED, REFUSED, RIGHT, Made, Outcome
 from scripts.pages.marks import section_of
-
-from l2r.hf.swap.families import FAMILIES
 from tests.hf.family_sizes import OWN_SIZES
 from tests.system.cells import COMMANDS, FACTS, KINDS, Cell, cover
 

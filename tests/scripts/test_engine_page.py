@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from scripts.others.engine_page import PAGE, environments, run_page
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from scripts.pages import architectures, families_page, recognized
 
 from l2r.hf.swap.families import FAMILIES, REFUSED
+from scripts.pages import architectures, families_page, recognized
 from tests.hf.family_check import COLUMNS, FamilyResult, check_families
 from tests.hf.family_sizes import OWN_SIZES
 from tests.hf.swap.test_recognition import taken_out

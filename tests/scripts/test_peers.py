@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+
+from l2r.hf.swap.families import TABLE
 from scripts.others.peers import cases
 from scripts.others.peers.__main__ import HERE
 from scripts.others.peers.download import tools_of_tests, transformers_tests
 from scripts.others.peers.results import Outcome, faults, markdown, run_class
-
-from l2r.hf.swap.families import TABLE
 
 SIBLINGS = {"Stock": None, "Ours": "Stock"}
 

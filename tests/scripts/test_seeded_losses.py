@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from l2r.runs.study import CellResult, Results
+from l2r_lab.files.study import CellResult, StudyResults
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "proofs" / "seeded_losses.py"
 
@@ -22,7 +22,7 @@ def test_results_are_read_without_the_lines_of_their_recipes(script, tmp_path):
     recipe, plan = {"seed": 0, "task": "language"}, {"digest": "d", "commit": None}
     losses = {"validation_ce": 5.0}
     cell = CellResult("linear", 0, losses, losses, [(10, 6.0)], recipe, plan, {"seconds": 1.0})
-    Results(tmp_path / "two-arms").append(cell)
+    StudyResults(tmp_path / "two-arms").append(cell)
     (result,) = script.stored_results(tmp_path)
     assert (result["arm"], result["trained"]) == ("linear", losses)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
 from scripts.others.serve_the_whole_way.__main__ import PAGES
 
 ROOT = Path(__file__).resolve().parents[2]

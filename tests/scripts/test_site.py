@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from mkdocs.config.base import load_config
+
 from scripts.pages import site_examples, site_files
 
 

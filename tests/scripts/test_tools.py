@@ -1,6 +1,7 @@
 """The table of other people's programs: what holds for stock must hold for ours."""
 
 import torch
+
 from scripts.others.tools.rows import Result, Row, row, run
 from scripts.others.tools.subjects import SUBJECTS, logits
 from scripts.others.tools.table import is_worse, markdown

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score
 
-from l2r.runs.diagnosis import Diagnosis, agree
+from l2r.files.diagnosis import Diagnosis, agree
 from l2r.stats import agreement as of
 from l2r.stats.chance import DRAWS, by_chance, other_rows
 

@@ -14,7 +14,7 @@ from l2r.stats.intervals import (
     ratio_of_sums,
     share_interval,
 )
-from l2r.stats.paired_t import estimate
+from l2r_lab.stats.paired_t import estimate
 
 
 @pytest.mark.parametrize("count", [*range(2, 33), 60, 200])

@@ -103,18 +103,19 @@ def test_an_older_transformers_is_refused_and_a_newer_one_gets_one_warning():
 # Everything is imported once, so that other packages have read the real platform; then ours again.
 ELSEWHERE = """
 import ctypes, os, pathlib, platform
-import l2r.cli.app, l2r.cli.doctor, l2r.training.evaluation.whole_checkpoint, l2r.training.loop
+import l2r.cli.app, l2r.cli.doctor
+import l2r_lab.training.evaluation.whole_checkpoint, l2r_lab.training.loop
 import torch
 
 def on(system):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "l2r"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("l2r", "l2r_lab")]:
         del sys.modules[name]
     sys.platform = system
-    import l2r, l2r.cli.app, l2r.training.evaluation.whole_checkpoint
+    import l2r, l2r.cli.app, l2r_lab.training.evaluation.whole_checkpoint
     from l2r.cli.doctor import run_checks
     from l2r.kernels.native.build import library
-    from l2r.training.recipes.load import load_recipe
-    from l2r.training import loop
+    from l2r_lab.training.recipes.load import load_recipe
+    from l2r_lab.training import loop
 
     assert library() is None
     router = l2r.build_router("l2r_sips", hidden_size=8, num_experts=4, top_k=2)

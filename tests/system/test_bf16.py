@@ -6,9 +6,9 @@ from statistics import fmean
 
 import pytest
 from safetensors import safe_open
-from scripts.proofs.bf16_against_fp32 import curve, main, run
 
-from l2r.runs.folder import RunFolder
+from l2r.files.folder import RunFolder
+from scripts.proofs.bf16_against_fp32 import curve, main, run
 from tests.processes import Running, on_ranks
 
 pytestmark = pytest.mark.slow("a whole training")

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from l2r.runs.folder import RunFolder
-from l2r.training.data.corpus import CorpusOptions, build_corpus
-from l2r.training.data.manifest import read_manifest
-from l2r.training.data.token_writer import write_token_files
+from l2r.files.folder import RunFolder
+from l2r.text.corpus import CorpusOptions, build_corpus
+from l2r.text.manifest import read_manifest
+from l2r.text.token_writer import write_token_files
 
 
 @pytest.mark.slow("several commands")

@@ -7,9 +7,9 @@ import pytest
 from torch import nn
 from torch._dynamo.utils import counters
 
-from l2r.runs.folder import RunFolder
-from l2r.training import loop
-from l2r.training.recipes.load import load_recipe
+from l2r.files.folder import RunFolder
+from l2r_lab.training import loop
+from l2r_lab.training.recipes.load import load_recipe
 from tests.processes import Running
 
 pytestmark = pytest.mark.slow("a compiler")

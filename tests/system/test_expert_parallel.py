@@ -14,9 +14,9 @@ from l2r import load_pretrained
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.routers import capture
-from l2r.training.data.corpus import CorpusOptions, build_corpus
-from l2r.training.data.tokens import TokenDataset
-from l2r.training.evaluation.perplexity import token_losses
+from l2r.text.corpus import CorpusOptions, build_corpus
+from l2r.text.perplexity import token_losses
+from l2r.text.tokens import TokenDataset
 from tests.processes import Running, on_ranks
 
 pytestmark = pytest.mark.skipif(

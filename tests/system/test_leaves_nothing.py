@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from l2r import L2RConfig, LinearConfig, capture, fit_routers, record, replay
+from l2r import L2RConfig, LinearConfig, capture, fit_routers, pin_routes, record, replay
 from l2r.analysis.certificates.attack import count_violations, find_flip
 from l2r.analysis.certificates.certify import certify, certify_first, holds_within
 from l2r.analysis.diagnostics import (
@@ -35,8 +35,11 @@ from l2r.analysis.diagnostics import (
 )
 from l2r.analysis.diagnostics.checks import check_model
 from l2r.analysis.routes import compare_models, compare_routes, in_other_arithmetic, read_routing
-from l2r.engines.serve.routed import noting
+from l2r.engines.serve.sequence import noting
 from l2r.engines.trainer import add_router_losses, add_router_statistics
+from l2r.files.mismatch import ARITHMETICS
+from l2r.fitting.fit import perplexity
+from l2r.fitting.upcycling import upcycle
 from l2r.hf.checkpoints import export_program, export_remote_code, save_model
 from l2r.hf.models import model_size, reading_whole_sequences, save_refusal
 from l2r.hf.models.router_dtypes import routers_keep_dtype
@@ -48,22 +51,19 @@ from l2r.hf.swap import (
     selection_biases,
     train_routers_only,
 )
-from l2r.hf.swap.families import FAMILIES, TABLE
+from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import recognition_note
 from l2r.hf.swap.swap import replace_routers
 from l2r.routers.observe import evaluating, find_routers, watched
-from l2r.runs.mismatch import ARITHMETICS
-from l2r.training.average import WeightAverage
-from l2r.training.evaluation import token_losses
-from l2r.training.evaluation.evaluation_settings import Windows
-from l2r.training.evaluation.perplexity import _losses_for_logits
-from l2r.training.evaluation.text_scoring import document_losses
-from l2r.training.fit_batches import perplexity
-from l2r.training.health import explain_loss
-from l2r.training.parallel import unchanged_buffers
-from l2r.training.ranks import Ranks
-from l2r.training.upcycling import upcycle
-from tests.hf.families import sample_tokens, tiny_model
+from l2r.text import token_losses
+from l2r.text.losses_on_text import document_losses
+from l2r.text.perplexity import _losses_for_logits
+from l2r.text.text_loss import Windows
+from l2r_lab.training.average import WeightAverage
+from l2r_lab.training.health import explain_loss
+from l2r_lab.training.parallel import unchanged_buffers
+from l2r_lab.training.ranks import Ranks
+from tests.hf.families import BY_RULE, sample_tokens, tiny_model
 from tests.state import changes, files_in, process_state, state_of
 from tests.tiers import few
 
@@ -169,7 +169,7 @@ CALLS = {
     "decisions": on_router(lambda r, x: holds_within(r, x, torch.ones(len(x)).double())),
     "watch": watch,
     "statistics": lambda model: router_statistics(
-        model(input_ids=IDS, output_router_logits=True), top_k=2
+        model(input_ids=IDS, output_router_logits=True), model=model
     ),
     "fingerprint": fingerprint_of,
     "sites": lambda model: [f(model) for f in (find_sites, router_sites, routed_layers)],
@@ -190,6 +190,7 @@ CALLS = {
     "export as a program": saved(partial(export_program, form="torch-export")),
     "generation": lambda model: model.generate(IDS, generator=None, **GENERATION),
     "capture": inside(capture),
+    "pins": inside(pin_routes),
     "capture of inputs": inside(partial(capture, inputs=True)),
     "record": inside(partial(record, weights=True)),
     "record of a generation": inside(record, lambda model: model.generate(IDS, **GENERATION)),
@@ -209,8 +210,7 @@ DRAWS = ("generation", "record of a generation")
 TRACES = ("export as a program",)
 SLOW = ("diagnosis with certificates", "export as a program", "certificates", "attack")
 OURS_ALONE = (
-    "export", "flips", "capture", "capture of inputs", "certificates",
-    "certificates of the first", "decisions",
+    "export", "flips", "certificates", "certificates of the first", "decisions",
 )  # fmt: skip
 ROUTES = []
 
@@ -524,7 +524,6 @@ def test_a_training_leaves_what_one_without_ours_leaves(fresh, left, tmp_path, n
     assert changes(*found) == {}
 
 
-BY_RULE = list({family.rule: family.model_type for family in reversed(TABLE)}.values())
 IN_EVERY_FAMILY = [
     "check", "diagnosis", "routing gain", "comparison", "arithmetic int8", "watch",
     "loss in chunks", "record", "replay", "replay of weights", "copy",
@@ -537,7 +536,7 @@ NO_TRAINING = "check", "diagnosis", "comparison", "arithmetic int8", "copy"
 @pytest.mark.slow("every rule of selection")
 @pytest.mark.usefixtures("coarse", "unchecked")
 @pytest.mark.parametrize("kind", ["stock", "swapped"])
-@pytest.mark.parametrize("family", [name for name in BY_RULE if name in FAMILIES])
+@pytest.mark.parametrize("family", BY_RULE)
 def test_models_of_every_rule_are_left_as_they_were(left, family, kind):
     model = tiny_model(FAMILIES[family])
     if kind == "swapped":

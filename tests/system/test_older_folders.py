@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from l2r import Routes, capture, load_pretrained, record, replay
-from l2r.runs.diagnosis import read_diagnosis
+from l2r.files.diagnosis import read_diagnosis
 
 ARCHIVES = Path(__file__).parents[1] / "fixtures"
 VERSIONS = ("0.3.0", "89d79bcd")

@@ -1,18 +1,19 @@
 """Two gloo processes give what one process gives."""
 
 import os
+import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from l2r.runs.folder import RunFolder
-from l2r.training import loop
-from l2r.training.health import NonFiniteError
-from l2r.training.language import LanguageTask
-from l2r.training.ranks import join_ranks
-from l2r.training.recipes.load import load_recipe
+from l2r.files.folder import RunFolder
+from l2r_lab.training import loop
+from l2r_lab.training.health import NonFiniteError
+from l2r_lab.training.language import LanguageTask
+from l2r_lab.training.ranks import join_ranks
+from l2r_lab.training.recipes.load import load_recipe
 from tests.processes import Running, command, in_turn, on_ranks
 
 # Weights after six steps of Adam at the rate 2e-3. Some have no gradient but rounding (the bias of
@@ -103,6 +104,33 @@ def test_a_ddp_checkpoint_goes_on_under_fsdp2(tiny_changes, tmp_path):
     broken.model.rmdir()
     two = launch(2, tmp_path / "two", tiny_changes, "training.parallel=fsdp2")
     assert_same(one, two)
+
+
+def killed_before(step, folder, changes):
+    """A sharded run whose ranks are killed before a step; None lets it end."""
+    kill = lambda number: number == step and os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    recipe = load_recipe("demo/l2r-sips", [*changes, *SHARDED])
+    loop.train(recipe, folder, show_progress=False, on_step=kill)
+
+
+SHARDED = ["training.parallel=fsdp2", "training.micro_batch=4", "training.ema_decay=0.9"]
+
+
+@pytest.mark.slow("two processes, four times")
+def test_a_sharded_run_that_is_killed_twice_ends_with_the_same_bytes(tiny_changes, tmp_path):
+    """Before steps 3 and 5, of six; there is a checkpoint every two."""
+    run = (Running, killed_before)
+    on_ranks(2, tmp_path / "output", *run, None, tmp_path / "whole", tiny_changes)
+    for step in (3, 5):
+        with pytest.raises(AssertionError, match=f"rank 0: -{signal.SIGKILL:d}"):
+            on_ranks(2, tmp_path / str(step), *run, step, tmp_path / "killed", tiny_changes)
+    on_ranks(2, tmp_path / "last", *run, None, tmp_path / "killed", tiny_changes)
+    whole, killed = (RunFolder(tmp_path / name) for name in ("whole", "killed"))
+    for folder in ("model", "averaged_model"):
+        one, two = (getattr(r, folder) / "model.safetensors" for r in (whole, killed))
+        assert one.read_bytes() == two.read_bytes()
+    numbers = [[{**r, "per_second": 0} for r in f.read_metrics("train")] for f in (whole, killed)]
+    assert numbers[0] == numbers[1] and len(numbers[0]) == 6
 
 
 def overflow_on_the_second_rank(folder, changes):

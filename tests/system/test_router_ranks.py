@@ -8,8 +8,8 @@ from torch.distributed.fsdp import fully_shard
 from l2r import L2RConfig, XMoEConfig, build_router
 from l2r.routers import constrain
 from l2r.routers.norms import MagnitudeBatchNorm, sum_over_ranks
-from l2r.training.parallel import gathered_weights, parallelize
-from l2r.training.ranks import Ranks
+from l2r_lab.training.parallel import gathered_weights, parallelize
+from l2r_lab.training.ranks import Ranks
 from tests.processes import on_two_ranks
 
 pytestmark = pytest.mark.slow("two processes")

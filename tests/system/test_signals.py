@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from l2r.runs.folder import RunFolder
+from l2r.files.folder import RunFolder
 from tests.processes import command
 
 pytestmark = pytest.mark.slow("killed processes")

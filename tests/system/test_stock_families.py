@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
+from l2r.files.diagnosis import read_diagnosis
 from l2r.hf.swap.families import FAMILIES
-from l2r.runs.diagnosis import read_diagnosis
 from tests.hf.families import LOOPED
 from tests.system import cells
 from tests.system.cells import OF_EACH_CONTRACT, READ, Cell, Folder, Folders, make_text, try_cell

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import transformers
+
 from scripts.others.peers.cases import SUBJECTS, excluded
 from scripts.others.peers.download import (
     ENGINES,

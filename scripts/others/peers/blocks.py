@@ -10,15 +10,15 @@ from unittest import mock
 import torch
 from transformers import PreTrainedModel
 
-BLOCKS = ("recorded", "replayed", "captured")
+BLOCKS = ("recorded", "replayed", "captured", "observed")
 
 
 @contextmanager
 def around_every_model(mode: str, kinds: Sequence[Any]) -> Iterator[None]:
     """Open a block around each model of ``kinds`` that is made or loaded meanwhile.
 
-    recorded, captured: from then on until the end. replayed: around each call, with the routes
-    that the same call took before.
+    recorded, captured, observed: from then on until the end. replayed: around each call, with the
+    routes that the same call took before.
     """
     with ExitStack() as patches, ExitStack() as opened:
         if mode == "replayed":

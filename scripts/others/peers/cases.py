@@ -29,12 +29,19 @@ FAMILIES = (
     "kolibri1",
     "longcat_flash",
 )
-IN_BLOCKS = ("mixtral", "deepseek_v3", "gpt_oss")  # and recorded, replayed and captured too
 SWAPPED = ("swapped", "captured")  # modes in which the routers are ours
-MODES = ("stock", "swapped", "recorded", "replayed", "captured")
-FAMILY_CASES = [
-    (mode, family) for family in FAMILIES for mode in (MODES if family in IN_BLOCKS else MODES[:2])
-]
+_FEW = ("mixtral", "deepseek_v3", "gpt_oss")
+# One that chooses by more than its logits, and those that keep routers or experts in other ways.
+_MORE = ("olmoe", "granitemoe", "jamba", "phimoe", "longcat_flash", "kolibri1")
+MODES: Mapping[str, tuple[str, ...]] = {
+    "stock": FAMILIES,
+    "swapped": FAMILIES,
+    "recorded": _FEW,
+    "replayed": _FEW,
+    "captured": _FEW,
+    "observed": (*_FEW, *_MORE),
+}
+FAMILY_CASES = [(mode, family) for family in FAMILIES for mode in MODES if family in MODES[mode]]
 # Our class in hf_suites.py -> the stock class beside it; None for those themselves.
 SUBJECTS: Mapping[str, str | None] = {
     "StockOlmoe": None,
@@ -53,6 +60,8 @@ CI_CASES = [
     *(f"{mode}_{family}" for family in IN_CI for mode in ("Stock", "Swapped")),
     "Recorded_mixtral",
     "Replayed_mixtral",
+    "Observed_mixtral",
+    "Observed_deepseek_v3",
 ]
 # Seconds each, and nothing of them is a router's: a training to a small loss, dtypes by old names.
 NOT_IN_CI = ("test_training_overfit", "test_bc_torch_dtype")

@@ -16,8 +16,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tests import test_expert_parallel_mixin as ep
-from tests import test_tensor_parallel_mixin as tp
 from tests.generation.test_utils import GenerationTesterMixin
 from tests.test_configuration_common import ConfigTester
 from tests.test_modeling_common import (
@@ -39,6 +37,9 @@ from transformers import conversion_mapping as conversions
 from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.olmoe import modeling_olmoe
+
+from tests import test_expert_parallel_mixin as ep
+from tests import test_tensor_parallel_mixin as tp
 
 
 def _load(path: Path) -> Any:

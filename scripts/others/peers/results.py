@@ -26,6 +26,7 @@ expert parallel, with two processes.
 - Replayed_FAMILY: the stock model; each call takes, inside `replay`, the experts that the same call
   took just before.
 - Captured_FAMILY: the swapped model; each is inside `capture`.
+- Observed_FAMILY: the stock model; each is inside `capture`.
 
 A family stands for each rule by which routers select (`src/l2r/hf/swap/rules.py`) and of which
 transformers has a causal language model: `scripts/others/peers/cases.py`. Those of three families

@@ -42,11 +42,12 @@ def run(rows: list[Row], only: str = "") -> list[Result]:
         for subject in SUBJECTS if only in claim else ():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                results.append(Result(claim, *subject, _error(check, subject)))
+                results.append(Result(claim, *subject, error_of(check, subject)))
     return results
 
 
-def _error(check: Check, subject: Subject) -> str:
+def error_of(check: Callable[[Subject], object], subject: Subject) -> str:
+    """What a check raised, in a line; nothing where the claim holds."""
     try:
         check(subject)
     except Exception as error:  # what a tool raises is a cell of the table

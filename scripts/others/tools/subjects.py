@@ -7,7 +7,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from tests.hf.families import TINY, sample_tokens, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -17,8 +16,10 @@ from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites
 from l2r.hf.swap.swap import replace_routers
+from tests.hf.families import TINY, sample_tokens, tiny_model
 
 NAMES = ("olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "granitemoe")
+LOOP_FAMILIES = ("deepseek_v3", "mixtral", "gpt_oss")  # a contract each
 ROUTER = L2RConfig(rank=2, heads=4)
 # bitsandbytes packs blocks of 64 numbers.
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}

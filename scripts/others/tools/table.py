@@ -31,6 +31,47 @@ def markdown(tables: Mapping[str, Sequence[Result]], versions: Mapping[str, str]
     return "\n".join(parts)
 
 
+def features(results: Sequence[Result]) -> str:
+    """Features in rows, tools in columns, with numbers of the notes below."""
+    tools = list(dict.fromkeys(r.kind for r in results))
+    families = list(dict.fromkeys(r.family for r in results))
+    notes: dict[str, list[str]] = {}
+
+    def words(result: Result) -> tuple[str, str]:
+        kind, _, said = result.error.partition(": ")
+        if not result.error:
+            return "ok", ""
+        note = said if kind in ("refused", "note") else result.error
+        of = notes.setdefault(note, [])
+        if result.family not in of:
+            of.append(result.family)
+        word = (
+            "-" if said.startswith("not tried") else {"refused": "refused", "note": "ok"}.get(kind)
+        )
+        return word or "fails", f" {[*notes].index(note) + 1}"
+
+    def cell(feature: str, tool: str) -> str:
+        here = [words(r) for r in results if (r.claim, r.kind) == (feature, tool)]
+        kinds = {word for word, _ in here}
+        word = next(w for w in ("fails", "ok", "refused", "-") if w in kinds)
+        missing = "" if len(here) == len(families) else ", not all families"
+        return word + "".join(dict.fromkeys(number for _, number in here)) + missing
+
+    lines = [f"| feature | {' | '.join(tools)} |", "|---" * (len(tools) + 1) + "|"]
+    for feature in dict.fromkeys(r.claim for r in results):
+        lines.append(f"| {feature} | {' | '.join(cell(feature, tool) for tool in tools)} |")
+    said = [
+        f"{number}. {note}." if len(of) == len(families) else f"{number}. {', '.join(of)}: {note}."
+        for number, (note, of) in enumerate(notes.items(), start=1)
+    ]
+    return "\n".join([*lines, "", *said]) + "\n"
+
+
+def fails(result: Result) -> bool:
+    """Whether a cell of ``features`` is neither ok nor refused."""
+    return bool(result.error) and result.error.partition(": ")[0] not in ("refused", "note")
+
+
 def is_worse(results: Sequence[Result]) -> bool:
     """Whether a claim holds for a stock model and not for one of ours of its family."""
     return any(r.error and not _stock(results, r).error for r in results)

@@ -4,12 +4,12 @@ from tempfile import TemporaryDirectory
 
 import torch
 from accelerate import cpu_offload, disk_offload
-from scripts.others.tools.rows import Row, row
-from scripts.others.tools.subjects import ROUTER, Subject, largest_difference, logits
 from transformers import AutoModelForCausalLM
 
 from l2r.hf.swap.sites import router_sites
 from l2r.hf.swap.swap import replace_routers
+from scripts.others.tools.rows import Row, row
+from scripts.others.tools.subjects import ROUTER, Subject, largest_difference, logits
 
 ROWS: list[Row] = []
 CPU = torch.device("cpu")

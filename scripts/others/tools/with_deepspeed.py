@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 import deepspeed
 import torch
 from deepspeed.comm.torch import build_shm_op
+
 from scripts.others.tools.rows import Row, row
 from scripts.others.tools.subjects import IDS, Subject, in_routers
 from tests.processes import on_two_ranks

@@ -5,11 +5,11 @@ from typing import Any
 
 import lightning
 import torch
-from scripts.others.tools.rows import Row, row
-from scripts.others.tools.subjects import IDS, Subject
 from torch.utils.data import DataLoader
 
 from l2r import capture, load_balancing_loss, router_z_loss
+from scripts.others.tools.rows import Row, row
+from scripts.others.tools.subjects import IDS, Subject
 
 ROWS: list[Row] = []
 

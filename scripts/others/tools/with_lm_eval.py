@@ -6,11 +6,11 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
-from scripts.others.tools.rows import Row, row
-from scripts.others.tools.subjects import Subject, tokenizer
 
 from l2r.engines.serve.options import ServeOptions
 from l2r.engines.serve.server import serving
+from scripts.others.tools.rows import Row, row
+from scripts.others.tools.subjects import Subject, tokenizer
 
 ROWS: list[Row] = []
 PAIRS = [("w5 w6", " w7 w8"), ("w9", " w10 w11 w12"), ("w20 w21 w22", " w3")]

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
 from scripts.others.tools.rows import Row, row
 from scripts.others.tools.subjects import IDS, Subject, largest_difference, logits
-from transformers import AutoModelForCausalLM
 
 ROWS: list[Row] = []
 

@@ -4,10 +4,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from scripts.others.tools.rows import Row, row
-from scripts.others.tools.subjects import IDS, Subject, in_routers, largest_difference, logits
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+
+from scripts.others.tools.rows import Row, row
+from scripts.others.tools.subjects import IDS, Subject, in_routers, largest_difference, logits
 
 ROWS: list[Row] = []
 

@@ -6,15 +6,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from scripts.others.tools.rows import Row, row
-from scripts.others.tools.subjects import (
-    IDS,
-    Subject,
-    in_routers,
-    largest_difference,
-    logits,
-    tokenizer,
-)
 from torch.func import functional_call, grad
 from transformers import (
     AutoModel,
@@ -23,6 +14,16 @@ from transformers import (
     Trainer,
     TrainingArguments,
     pipeline,
+)
+
+from scripts.others.tools.rows import Row, row
+from scripts.others.tools.subjects import (
+    IDS,
+    Subject,
+    in_routers,
+    largest_difference,
+    logits,
+    tokenizer,
 )
 
 ROWS: list[Row] = []

@@ -6,14 +6,14 @@ from typing import Any
 
 from datasets import Dataset
 from peft import LoraConfig
-from scripts.others.tools.colocated import in_place_of_vllm
-from scripts.others.tools.rows import Row, row
-from scripts.others.tools.subjects import Subject, largest_difference, tokenizer
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from l2r.engines.trainer import add_router_losses
 from l2r.engines.trainer.route_replay import add_route_replay
+from scripts.others.tools.colocated import in_place_of_vllm
+from scripts.others.tools.rows import Row, row
+from scripts.others.tools.subjects import Subject, largest_difference, tokenizer
 
 ROWS: list[Row] = []
 TEXTS = Dataset.from_dict({"text": ["w3 w4 w5 w6 w7"] * 4})
@@ -72,9 +72,7 @@ def sft_peft(subject: Subject) -> None:
 
 @row(ROWS, "SFT with router losses of ours: TRL's own balance loss is not counted beside them")
 def sft_losses(subject: Subject) -> None:
-    """The step is that of a model whose own balance loss is off; a stock one has none of ours."""
-    if subject.kind == "stock":
-        return
+    """The step is that of a model whose own balance loss is off."""
     steps = []
     for own in (0.0, 100.0):
         model = subject.model()

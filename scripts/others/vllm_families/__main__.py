@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from peft import PeftModel
-from scripts.others.vllm_families.checkpoints import SIZES, make, names_of, prompts
 
 from l2r import record, replay
 from l2r.hf.checkpoints import export_remote_code, load_causal_lm
 from l2r.hf.routes import Routes, from_vllm
 from l2r.hf.routes.layers import fingerprint_of
 from l2r.hf.swap import find_sites
+from scripts.others.vllm_families.checkpoints import SIZES, make, names_of, prompts
 
 HERE = Path(__file__).parent
 NEW, MINUTES, TOGETHER = 64, 15, 4  # rows that share a process of vLLM

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from tests.hf.family_sizes import OWN_SIZES
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import l2r
+from l2r.fitting.fit_options import FitOptions
 from l2r.hf.checkpoints import load_causal_lm
-from l2r.training.fit_options import FitOptions
+from tests.hf.family_sizes import OWN_SIZES
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = ("data", "evaluation", "inspect", "scale", "swap", "vision")

@@ -8,19 +8,21 @@ from typing import Any, NamedTuple
 from l2r.analysis.diagnostics.choice_log import ChoiceLog, Choices, choices_of
 from l2r.analysis.diagnostics.collect import collect_records
 from l2r.analysis.diagnostics.model_diagnosis import diagnose_layers
-from l2r.analysis.diagnostics.over_time import saturation
-from l2r.analysis.diagnostics.routing_gain import batch_loss, measure_routing_gain, spread
+from l2r.analysis.diagnostics.routing_gain import batch_loss, measure_routing_gain, sample_evenly
+from l2r.analysis.diagnostics.settings import Extent
+from l2r.analysis.diagnostics.specialization import saturation
 from l2r.analysis.diagnostics.text_routing import TextTrace
-from l2r.analysis.extent import Extent
-from l2r.analysis.inputs import Subject, open_subject
+from l2r.analysis.inputs import DiagnosisSubject, open_subject
 from l2r.errors import InputError
+from l2r.files.arrays import PatchRouting, TextRouting
+from l2r.files.diagnosis import Diagnosis
+from l2r.files.folder import RunFolder
 from l2r.hf.checkpoints import FLOAT32, Placement, local_checkpoint
-from l2r.runs.diagnosis import Diagnosis
-from l2r.runs.folder import RunFolder
-from l2r.runs.patches import PatchRouting
-from l2r.runs.text_routing import TextRouting
+from l2r.laboratory import need_laboratory
 
-Report = Callable[[str, int, int], None]  # what is being done, and how much of how much is done
+DiagnosisProgress = Callable[
+    [str, int, int], None
+]  # what is being done, and how much of how much is done
 
 
 def _silent(*_: Any) -> None:
@@ -59,7 +61,7 @@ def diagnose_checkpoint(
     placement: Placement = FLOAT32,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    report: Report = _silent,
+    report: DiagnosisProgress = _silent,
     say: Callable[[str], None] = _silent,
 ) -> Diagnosed:
     """Diagnose a checkpoint: a folder, a run folder or a hub id with its ``revision``.
@@ -88,11 +90,11 @@ def diagnose_checkpoint(
 
 
 def diagnose_subject(
-    subject: Subject,
+    subject: DiagnosisSubject,
     extent: Extent | None = None,
     *,
     earlier: Sequence[Path] = (),
-    report: Report = _silent,
+    report: DiagnosisProgress = _silent,
 ) -> Diagnosed:
     """Diagnose an opened model on its data.
 
@@ -121,7 +123,7 @@ def diagnose_subject(
     choices, layers = log.choices(), len(records)
     gain = None
     if sizes.gain:
-        few = spread(batches(), subject.items, sizes.gain, sizes.batch_size)
+        few = sample_evenly(batches(), subject.items, sizes.gain, sizes.batch_size)
         gain = measure_routing_gain(model, few, batch_loss)
     diagnosis = diagnose_layers(
         records,
@@ -144,9 +146,13 @@ def diagnose_subject(
 
 
 def _saturation(
-    folders: Sequence[Path], subject: Subject, sizes: Extent, last: Choices, report: Report
+    folders: Sequence[Path],
+    subject: DiagnosisSubject,
+    sizes: Extent,
+    last: Choices,
+    report: DiagnosisProgress,
 ) -> dict[str, Any]:
-    from l2r.training import load_weights
+    load_weights = need_laboratory("training", "load_weights", "a run's earlier checkpoints")
 
     experts = {}
     for number, folder in enumerate(folders, start=1):

@@ -1,4 +1,4 @@
-"""What is diagnosed: a checkpoint of either kind with the data it reads, as one thing."""
+"""Subject of a diagnosis: a checkpoint of either kind with the data that it reads."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +19,7 @@ from l2r.hf.checkpoints import (
     token_ids,
 )
 from l2r.routers.offload import device_of
-from l2r.training import unseen_part
-from l2r.training.data import (
+from l2r.text import (
     TokenDataset,
     balanced_rows,
     embedded_sample,
@@ -30,19 +29,20 @@ from l2r.training.data import (
     read_line,
     spread_rows,
     too_small_domain,
+    unseen_part,
 )
 
 if TYPE_CHECKING:
-    from l2r.training import ImageInput
+    from l2r.images import ImageInput
 
 MIN_TOKENS = 2  # of a row: one token predicts nothing
 
 # Rows [I, S] of token ids, the domain [I] of each, and the domains' names.
-Text = tuple[Tensor, Tensor, tuple[str, ...]]
+TextBatch = tuple[Tensor, Tensor, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Subject:
+class DiagnosisSubject:
     """A model, its batches by (size, device), how many items there are, and their domains.
 
     images: where an image classifier's batches come from. tokenizer: of a language model, where
@@ -79,7 +79,7 @@ def open_subject(
     placement: Placement = FLOAT32,
     trust_remote_code: bool = False,
     held_out: bool = True,
-) -> Subject:
+) -> DiagnosisSubject:
     """Load a checkpoint and the text or the images that it reads.
 
     ``text``, ``held_out``: see ``open_text``.
@@ -87,7 +87,7 @@ def open_subject(
     Raises ValueError for folders that hold neither, and for data that does not fit.
     """
     if is_image_classifier(checkpoint):
-        from l2r.training import open_image_input  # text needs no image package
+        from l2r.images import open_image_input  # text needs no image package
 
         model = load_image_classifier(
             checkpoint, placement=placement, trust_remote_code=trust_remote_code
@@ -99,7 +99,7 @@ def open_subject(
         def batches(size: int, device: torch.device) -> Iterator[dict[str, Tensor]]:
             return images.batches(count, size, device, say_once)
 
-        return Subject(model, batches, count, images.domains, {}, images)
+        return DiagnosisSubject(model, batches, count, images.domains, {}, images)
     model, tokenizer = load_causal_lm(
         checkpoint, placement=placement, trust_remote_code=trust_remote_code
     )
@@ -120,7 +120,7 @@ def open_subject(
             yield {"input_ids": part.to(device), "domain": of.to(device)}
 
     options = {"use_cache": False}
-    return Subject(model, text_batches, len(rows), domains, options, tokenizer=tokenizer)
+    return DiagnosisSubject(model, text_batches, len(rows), domains, options, tokenizer=tokenizer)
 
 
 def open_text(
@@ -134,8 +134,8 @@ def open_text(
     length: int,
     report: Callable[[str], None],
     held_out: bool = True,
-) -> Text:
-    """About ``instances`` rows of ``length`` tokens, as many, and at least one, of every domain.
+) -> TextBatch:
+    """Open about ``instances`` rows of ``length`` tokens, as many from every domain (1 or more).
 
     The rows of a domain are spread over its files.
 
@@ -195,7 +195,7 @@ def rows_of_text(tokens: int, instances: int, length: int) -> tuple[int, int]:
 
 def _from_string(
     text: str, tokenizer: Any, instances: int, length: int, report: Callable[[str], None]
-) -> Text:
+) -> TextBatch:
     ids = token_ids(tokenizer, text, add_special_tokens=False)
     if len(ids) < MIN_TOKENS:
         raise InputError(f"text must have at least {MIN_TOKENS} tokens; got {len(ids)}")
@@ -210,7 +210,7 @@ def _from_string(
 
 def _from_token_files(
     folder: Path, vocab_size: int, instances: int, length: int, report: Callable[[str], None]
-) -> Text:
+) -> TextBatch:
     dataset = TokenDataset(folder, length)
     name_domains_without_rows(dataset, report)
     chosen = balanced_rows(dataset, instances)

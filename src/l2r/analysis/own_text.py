@@ -10,6 +10,7 @@ from torch import Tensor
 from l2r.analysis.diagnostics.data_pass import read
 from l2r.analysis.diagnostics.text_routing import TextTrace
 from l2r.errors import InputError
+from l2r.files.arrays import TextRouting
 from l2r.hf.checkpoints import (
     FLOAT32,
     Placement,
@@ -19,7 +20,6 @@ from l2r.hf.checkpoints import (
     token_ids,
 )
 from l2r.routers.offload import device_of
-from l2r.runs.text_routing import TextRouting
 
 DOMAIN = "your text"
 
@@ -28,6 +28,8 @@ def route_text(
     checkpoint: str | Path,
     text: str,
     *,
+    generate: int = 0,
+    seed: int = 0,
     placement: Placement = FLOAT32,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -39,7 +41,12 @@ def route_text(
     than the model's context is cut into passages of equal length; ``say`` gets a
     line about them, and one of what was read.
 
-    Raises ValueError for an image classifier, a checkpoint without a tokenizer and empty text.
+    generate: up to so many tokens follow, written by the model as its own ``generate`` writes them
+    (by the checkpoint's generation config, sampled from ``seed`` where that samples); their routes
+    are those of one pass over the whole text.
+
+    Raises ValueError for an image classifier, a checkpoint without a tokenizer, empty text, and
+    text that leaves no room in the context for what is to be written.
     """
     folder = local_checkpoint(str(checkpoint), revision=revision, code=trust_remote_code)
     if is_image_classifier(folder):
@@ -49,7 +56,11 @@ def route_text(
     )
     if tokenizer is None:
         raise InputError(f"text needs a tokenizer to be read with; {checkpoint} has none")
-    rows = _passages(token_ids(tokenizer, text), model.config, say)
+    ids = token_ids(tokenizer, text)
+    if generate:
+        check_room(len(ids), generate, model.config)
+        ids = _continued(model, ids, generate, seed)
+    rows = _passages(ids, model.config, say)
     say(f"read {rows.numel():,} tokens of the text")
     trace = TextTrace(model, domains=(DOMAIN,), tokens=rows.numel())
     device = device_of(model)
@@ -62,10 +73,34 @@ def route_text(
 
 
 def passages(tokens: int, config: Any) -> tuple[int, int]:
-    """Number of passages, as few as the model's context allows, and tokens of each."""
-    most = getattr(config.get_text_config(), "max_position_embeddings", None) or tokens
-    count = -(-tokens // most)
+    """Count the passages, as few as the model's context allows, and the tokens of each."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or tokens
+    count = -(-tokens // context)
     return count, tokens // count
+
+
+def check_room(tokens: int, generate: int, config: Any) -> None:
+    """Raise InputError unless the context holds the text and what follows it."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not tokens:
+        raise InputError("text must hold at least one token; got none")
+    if context is not None and tokens + generate > context:
+        most = max(0, context - tokens)
+        raise InputError(
+            f"generate must be at most {most}, since the model's context is {context} tokens and "
+            f"the text has {tokens}; got {generate}"
+        )
+
+
+def _continued(model: Any, ids: list[int], generate: int, seed: int) -> list[int]:
+    """Return the tokens with those that the model writes behind them, to its end token at most."""
+    inputs = torch.tensor([ids], device=device_of(model))
+    with torch.no_grad(), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        written = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=generate
+        )
+    return [int(token) for token in written[0]]
 
 
 def _passages(ids: list[int], config: Any, say: Callable[[str], object]) -> Tensor:

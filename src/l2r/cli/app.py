@@ -22,21 +22,27 @@ from l2r.cli.bug import report_bug
 from l2r.cli.former import new_spelling
 from l2r.cli.output import echo
 from l2r.errors import DISK, InputError, is_out_of_memory, using
+from l2r.files.cache import named_cache
+from l2r.files.wording import printable
 from l2r.imports import MissingExtraError
-from l2r.runs.cache import named_cache
-from l2r.runs.printable import printable
+from l2r.laboratory import PACKAGE, has_laboratory, need_laboratory
 
 # By panel of the help. Each module has a function of its name, whose docstring is the help, or a
 # group of commands; heavy dependencies are imported inside the function.
 PANELS = {
-    "Inspect": ("diagnose", "check", "mismatch", "landscape", "report"),
+    "Inspect": ("diagnose", "check", "mismatch", "landscape", "report", "paper"),
     "Change": ("swap", "export", "serve"),
     "Train": ("train", "compare", "sweep", "eval", "data"),
     "Study": ("evidence",),
     "Machine": ("doctor", "bench", "params", "plan"),
 }
+# Commands of the laboratory, in l2r_lab/cli; without it they name what to install.
+LABORATORY = (
+    "landscape", "report", "paper", "train", "compare", "sweep", "data", "evidence", "bench",
+    "params", "plan",
+)  # fmt: skip
 
-# Of click, or of the copy of click that newer versions of typer hold.
+# click's UsageError, wherever typer keeps it.
 _UsageError: Any = typer.BadParameter.__base__
 
 # transformers reads them when it is first imported; our commands have their own bars.
@@ -47,7 +53,7 @@ _BUG = 70  # EX_SOFTWARE of sysexits.h
 
 
 def build_app() -> typer.Typer:
-    """The typer application with every command."""
+    """Build the typer application with every command."""
     app = typer.Typer(
         name="l2r",
         help="Low-rank and Lipschitz-controlled routing for mixture-of-experts.",
@@ -67,12 +73,30 @@ def build_app() -> typer.Typer:
 
     for panel, names in PANELS.items():
         for name in names:
-            command = getattr(importlib.import_module(f"l2r.cli.{name}"), name)
+            command = _command(name)
             if isinstance(command, typer.Typer):
                 app.add_typer(command, name=name, rich_help_panel=panel)
             else:
-                app.command(name, rich_help_panel=panel)(command)
+                any_words = {"allow_extra_args": True, "ignore_unknown_options": True}
+                absent = name in LABORATORY and not has_laboratory()
+                app.command(
+                    name, rich_help_panel=panel, context_settings=any_words if absent else None
+                )(command)
     return app
+
+
+def _command(name: str) -> Any:
+    """Return a command's function or group; one that names the laboratory if that is missing."""
+    if name not in LABORATORY:
+        return getattr(importlib.import_module(f"l2r.cli.{name}"), name)
+    if has_laboratory():
+        return getattr(importlib.import_module(f"{PACKAGE}.cli.{name}"), name)
+
+    def missing(words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
+        need_laboratory(f"cli.{name}", name, f"l2r {name}")
+
+    missing.__doc__ = "Needs the laboratory: pip install 'l2r-moe[lab]'."
+    return missing
 
 
 def main(args: list[str] | None = None) -> NoReturn:
@@ -104,7 +128,10 @@ def main(args: list[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and (error.name or "l2r").split(".")[0] != "l2r":
+        if isinstance(error, ModuleNotFoundError) and (error.name or "l2r").split(".")[0] not in (
+            "l2r",
+            PACKAGE,
+        ):
             _refuse(error, missing_package(error))
         if is_out_of_memory(error):
             _refuse(error, f"not enough memory: {one_line(str(error).partition(chr(10))[0])}")
@@ -183,7 +210,7 @@ def _paths(words: list[str]) -> list[str]:
 
 
 def one_line(error: Exception | str) -> str:
-    """A message on a single line; the name of the error where it has none."""
+    """Put a message on a single line; the name of the error if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from l2r._version import __version__
-from l2r.runs.atomic import remove, write_text
-from l2r.runs.cache import cache_folder
+from l2r.files.atomic import remove, write_text
+from l2r.files.cache import cache_folder
+from l2r.laboratory import PACKAGE
 
 _KEPT = 20  # files
 _WORD = 200  # characters of a word of the command line: a longer one may be a text of the user's
@@ -72,7 +73,7 @@ def bug_report(error: BaseException, words: Sequence[str]) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """The text without passwords, keys and tokens: those of URLs and of environment variables."""
+    """Remove passwords, keys and tokens from a text: those of URLs and environment variables."""
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name) and len(value) >= 6:
             text = text.replace(value, _HIDDEN)
@@ -105,13 +106,15 @@ def _in_short(error: BaseException) -> str:
     """Kind, message and place of an error in one line: the last place of this package."""
     message = " ".join(without_secrets(str(error)).split())
     kind = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    package = str(Path(__file__).parents[1])
+    library = Path(__file__).parents[1]
+    packages = tuple(str(library.with_name(name)) + os.sep for name in ("l2r", PACKAGE))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename]
-    ours = [f for f in frames if f.filename.startswith(package + os.sep)]
+    ours = [f for f in frames if f.filename.startswith(packages)]
     if not (ours or frames):
         return kind
     frame = (ours or frames)[-1]
-    place = f"l2r{frame.filename.removeprefix(package)}" if ours else Path(frame.filename).name
+    place = Path(frame.filename)
+    place = place.relative_to(library.parent) if ours else Path(place.name)
     return f"{kind} ({place}, line {frame.lineno})"
 
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from l2r.cli.experiment import say
 from l2r.cli.options import (
     AsJson,
     Checkpoint,
@@ -25,9 +24,9 @@ from l2r.cli.options import (
     check_one_source,
     read_text,
 )
-from l2r.cli.output import echo
+from l2r.cli.output import echo, say
 from l2r.errors import InputError
-from l2r.runs.plain_json import plain_json
+from l2r.files.atomic import plain_json
 
 
 def check(
@@ -75,10 +74,9 @@ def check(
     if text is not None:
         check_is_language_model(folder, checkpoint)
         text = read_text(text)
-    from l2r.analysis import open_subject
+    from l2r.analysis import announce, open_subject, reads_of_check, rows_read
     from l2r.analysis.diagnostics.checks import check_model, counted
     from l2r.cli.console import progress_bars
-    from l2r.cost.planning import announce, reads_of_check, rows_read
 
     code: Any = {"trust_remote_code": trust_remote_code}
     reads = reads_of_check(*rows_read(folder, instances, length, text, **code))
@@ -118,7 +116,7 @@ def check(
 
 def _recipe_losses(folder: Path) -> dict[str, float]:
     """Weights of the router losses in the recipe of a run folder; none of another folder."""
-    from l2r.runs.folder import RunFolder
+    from l2r.files.folder import RunFolder
 
     run = RunFolder(folder)
     losses = run.read_recipe().get("losses") if run.is_run() else None

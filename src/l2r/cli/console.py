@@ -19,41 +19,44 @@ from rich.progress import (
 from rich.table import Table as RichTable
 
 from l2r.cli.output import echo
+from l2r.files.atomic import plain_json
+from l2r.files.wording import printable
 from l2r.report.tables import NUMBER, Table
-from l2r.runs.plain_json import plain_json
-from l2r.runs.printable import printable
 
 _COLUMNS = 6
 _NAME = 20  # characters of a row's name that are not broken: a quarter of the usual width
 _BETWEEN = 3  # characters from a column to the next
 
 
-def print_table(table: Table, *, as_json: bool = False) -> None:
-    """Print a table on standard output: its verdict, then at most six columns.
+def print_table(
+    table: Table, *, as_json: bool = False, max_columns: int = _COLUMNS, whole: str = "--json"
+) -> None:
+    """Print a table on standard output: its verdict, then at most ``max_columns`` columns.
 
     With ``as_json`` all columns, as a list of records. The width is that of the terminal, COLUMNS
-    or 80 characters; one that is too narrow for six has fewer, and no number is cut.
+    or 80 characters; one that is too narrow for the columns has fewer, names the others and
+    ``whole``, where all are, and no number is cut.
     """
     if as_json:
         echo(plain_json(table.records()))
         return
     console = Console(markup=False, emoji=False, highlight=False)
-    for most in range(_COLUMNS, 1, -1):
-        brief = table.brief(most)
+    for limit in range(max_columns, 1, -1):
+        brief = table.brief(limit, whole=whole)
         columns = _columns(brief)
-        if sum(column.least + _BETWEEN for column in columns) <= console.width:
+        if sum(column.min_width + _BETWEEN for column in columns) <= console.width:
             break
     if brief.verdict:
         console.print(printable(brief.verdict), end="\n\n")
     grid = RichTable(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    narrow = sum(column.most + _BETWEEN for column in columns) > console.width
+    narrow = sum(column.max_width + _BETWEEN for column in columns) > console.width
     for position, column in enumerate(columns):
         grid.add_column(
             column.name,
             justify="right" if column.is_number else "left",
             overflow="fold",
-            # rich shrinks columns without regard for a least width: numbers have theirs fixed
-            width=column.least if narrow and column.is_number else None,
+            # rich shrinks columns without regard for a minimum width: numbers have theirs fixed
+            width=column.min_width if narrow and column.is_number else None,
             no_wrap=position == 0 and column.longest <= _NAME,
             min_width=_NAME if position == 0 and column.longest > _NAME else None,
         )
@@ -80,12 +83,12 @@ class _Column:
         return not self.is_first and all(c == "-" or NUMBER.match(c) for c in self.cells)
 
     @property
-    def most(self) -> int:
+    def max_width(self) -> int:
         """Width in which nothing is broken."""
         return max(len(self.name), self.longest)
 
     @property
-    def least(self) -> int:
+    def min_width(self) -> int:
         """Width in which no word of the header is broken, and no number or short name."""
         header = max(map(len, self.name.split()), default=0)
         kept = self.longest if self.is_number else min(self.longest, _NAME) * self.is_first
@@ -115,7 +118,7 @@ def print_pages(pages: Sequence[Path], *, show: bool = False, err: bool = False)
 
 @contextmanager
 def progress_bars() -> Iterator[Callable[..., None]]:
-    """A bar on standard error for each name that is reported: (name, done, total, note)."""
+    """Show a bar on standard error for each name that is reported: (name, done, total, note)."""
     bars: dict[str, TaskID] = {}
     name = TextColumn("{task.description}", markup=False)
     note = TextColumn("{task.fields[note]}", markup=False)

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from l2r.cli.experiment import say
 from l2r.cli.options import (
     AsJson,
     BatchSize,
@@ -26,9 +25,9 @@ from l2r.cli.options import (
     out_option,
     read_text,
 )
-from l2r.cli.output import echo
+from l2r.cli.output import echo, say
 from l2r.errors import InputError
-from l2r.runs.plain_json import plain_json
+from l2r.files.atomic import plain_json
 
 
 def diagnose(
@@ -59,9 +58,17 @@ def diagnose(
     text_tokens: Annotated[
         int, typer.Option(help="Tokens of the data shown as text with their experts; 0 for none.")
     ] = 1024,
+    generate: Annotated[
+        int,
+        typer.Option(
+            help="Tokens that the model writes behind --text, in colors too.", callback=at_least(0)
+        ),
+    ] = 0,
     sigma: Annotated[float, typer.Option(help="Noise on router inputs.")] = 0.02,
     threshold: Annotated[float, typer.Option(help="Margins below it are low.")] = 0.2,
-    seed: Annotated[int, typer.Option(help="Seed: of the sample and the noise.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed: of the sample, the noise and what is written.")
+    ] = 0,
     revision: Revision = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -80,12 +87,14 @@ def diagnose(
     """
     from l2r.analysis import Extent, earlier_checkpoints
     from l2r.analysis.diagnostics import DiagnosisSettings
+    from l2r.files.atomic import check_place, make_folder
     from l2r.hf.checkpoints import Placement
-    from l2r.runs.atomic import check_place, make_folder
 
     if text_tokens < 0:
         raise InputError(f"text_tokens must be >= 0; got {text_tokens}")
     check_one_source(text, data)
+    if generate and text is None:
+        raise InputError("generate goes with --text, which the model continues; got no --text")
     settings = DiagnosisSettings(sigma=sigma, seed=seed, certify=certify)
     extent = Extent(
         batch_size, sample, threshold, gain=gain, text=text_tokens, patches=12, settings=settings
@@ -98,13 +107,12 @@ def diagnose(
     earlier = earlier_checkpoints(checkpoints[0]) if one_run else []
     if read is not None:
         loading: Any = {"placement": placement, "revision": revision}
-        loading["trust_remote_code"] = trust_remote_code
+        loading |= {"trust_remote_code": trust_remote_code, "generate": generate, "seed": seed}
         _own_text(named, folders, read, out, loading, show=open_, as_json=as_json)
         return
-    from l2r.analysis import diagnose_checkpoint
+    from l2r.analysis import announce, diagnose_checkpoint, reads_of_diagnosis
     from l2r.analysis.diagnostics import saturation_of_diagnoses
     from l2r.cli.console import print_pages, print_table, progress_bars
-    from l2r.cost.planning import announce, reads_of_diagnosis
     from l2r.report.diagnosis import full_table, summary_table, write_diagnosis
     from l2r.report.patches import patch_links, write_patch_page
     from l2r.report.text_view import text_page_of, text_sections
@@ -180,14 +188,14 @@ def _own_text(
     as_json: bool,
 ) -> None:
     """Route one text through every checkpoint; a page of all, a table or records of each."""
-    from l2r.analysis import route_text
+    from l2r.analysis import announce, reads_of_passages, route_text
     from l2r.cli.console import print_pages, print_table, progress_bars
-    from l2r.cost.planning import announce, reads_of_passages
     from l2r.report.own_text import own_text_records, own_text_table
     from l2r.report.text_view import write_text_page
 
     code = {"trust_remote_code": loading["trust_remote_code"]}
-    reads = [(folder, reads_of_passages(folder, text, **code)) for folder in folders]
+    written = loading["generate"]
+    reads = [(folder, reads_of_passages(folder, text, written, **code)) for folder in folders]
     announce(reads, loading["placement"], say, **code)
     routed = {}
     with progress_bars() as bars:
@@ -195,13 +203,18 @@ def _own_text(
             bars("text", done, len(named), name)
             routed[name] = route_text(checkpoint, text, say=say, **loading)
         bars("text", len(named), len(named), "")
-    page = write_text_page(routed, out / "text.html")
+    starts = {
+        name: read.length - written
+        for name, (_, (read,)) in zip(named, reads, strict=True)
+        if written and read.length is not None
+    }
+    page = write_text_page(routed, out / "text.html", written=starts)
     if as_json:
-        records = {name: own_text_records(routing) for name, routing in routed.items()}
+        records = {n: own_text_records(r, starts.get(n)) for n, r in routed.items()}
         echo(plain_json(records))
     else:
         for name, routing in routed.items():
-            print_table(own_text_table(routing, name))
+            print_table(own_text_table(routing, name, starts.get(name)))
     print_pages([page], show=show, err=as_json)
 
 
@@ -210,7 +223,7 @@ def _progress(bars: Callable[..., None], name: str, what: str, done: int, total:
 
 
 def names(checkpoints: list[str]) -> dict[str, str]:
-    """A name for every checkpoint: its last folder, or more of the path where that repeats."""
+    """Name every checkpoint: its last folder, or more of the path where that repeats."""
     paths = [Path(checkpoint).resolve() for checkpoint in checkpoints]
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         short = ["-".join(path.parts[-depth:]).replace("/", "") for path in paths]

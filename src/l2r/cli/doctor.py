@@ -19,7 +19,7 @@ OK, FALLBACK, MISSING, FAILED = "ok", "fallback", "missing", "failed"
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckResult:
     """Outcome of one check: status is ok, fallback, missing (optional) or failed."""
 
     name: str
@@ -52,7 +52,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def run_checks() -> list[Check]:
+def run_checks() -> list[CheckResult]:
     """Every check, needed ones first."""
     needed: dict[str, Callable[[], tuple[str, str]]] = {
         "torch": _torch,
@@ -67,11 +67,11 @@ def run_checks() -> list[Check]:
     return [*(_check(name, function) for name, function in needed.items()), *_extras()]
 
 
-def _check(name: str, function: Callable[[], tuple[str, str]]) -> Check:
+def _check(name: str, function: Callable[[], tuple[str, str]]) -> CheckResult:
     try:
-        return Check(name, *function())
+        return CheckResult(name, *function())
     except Exception as error:  # a check must report whatever goes wrong, and the next one run
-        return Check(name, FAILED, f"{type(error).__name__}: {error}".splitlines()[0])
+        return CheckResult(name, FAILED, f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def _torch() -> tuple[str, str]:
@@ -150,13 +150,14 @@ def _gpu_kernel() -> tuple[str, str]:
 
 
 def _agreement(device: str, kernel: str) -> tuple[str, str]:
-    """A kernel's results and gradients against those of plain code in float64.
+    """Compare a kernel's results and gradients with those of plain code in float64.
 
     Rank 2 and rank 16 take different ways through the CPU backend.
     """
     import torch
 
-    from l2r.kernels.contract import Options, ScoreConstants, Tensors
+    from l2r.functional.scoring import ScoreConstants
+    from l2r.kernels.contract import Options, Tensors
     from l2r.kernels.guard import compare
     from l2r.kernels.operation import backend
 
@@ -174,7 +175,7 @@ def _agreement(device: str, kernel: str) -> tuple[str, str]:
 
 
 def _cache_folder() -> tuple[str, str]:
-    from l2r.runs.cache import cache_folder
+    from l2r.files.cache import cache_folder
 
     root = cache_folder()
     root.mkdir(parents=True, exist_ok=True)
@@ -193,7 +194,7 @@ def _free(folder: Path) -> str:
     return f"{shutil.disk_usage(folder).free / 2**30:.0f} GiB free"
 
 
-def _extras() -> list[Check]:
+def _extras() -> list[CheckResult]:
     from packaging.requirements import Requirement
 
     from l2r.cli.extras import ALONE, FOR_DEVELOPMENT, PACKAGE, extras, missing
@@ -201,7 +202,9 @@ def _extras() -> list[Check]:
     optional = {e: needs for e, needs in extras().items() if e not in FOR_DEVELOPMENT}
     if not optional:
         return [
-            Check("extras", MISSING, f"{PACKAGE} is not installed as a package: pip install -e .")
+            CheckResult(
+                "extras", MISSING, f"{PACKAGE} is not installed as a package: pip install -e ."
+            )
         ]
     checks = []
     for extra, needs in optional.items():
@@ -209,11 +212,13 @@ def _extras() -> list[Check]:
         names = ", ".join(need.name for need in needs)
         if lacking:
             detail = f"pip install '{PACKAGE}[{extra}]' for {', '.join(lacking)}"
-            checks.append(Check(f"extra {extra}", MISSING, detail))
+            checks.append(CheckResult(f"extra {extra}", MISSING, detail))
         else:
-            checks.append(Check(f"extra {extra}", OK, names or "nothing needed on this platform"))
+            checks.append(
+                CheckResult(f"extra {extra}", OK, names or "nothing needed on this platform")
+            )
     for package, install in ALONE.items():
         lacking = missing([Requirement(package)])
         detail = f"pip install {install}" if lacking else "installed"
-        checks.append(Check(package, MISSING if lacking else OK, detail))
+        checks.append(CheckResult(package, MISSING if lacking else OK, detail))
     return checks

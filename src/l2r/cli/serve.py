@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from l2r.cli.experiment import say
 from l2r.cli.options import Checkpoint, Device, DeviceMap, Dtype, Revision, TrustRemoteCode
+from l2r.cli.output import say
 
 
 def serve(
@@ -70,7 +70,7 @@ def serve(
         continuous_batching=continuous_batching,
         num_blocks=num_blocks,
         trust_remote_code=trust_remote_code,
-        limits=ServeLimits(requests=max_requests, connections=max_requests + 192),
+        limits=ServeLimits(max_requests=max_requests, max_connections=max_requests + 192),
     )
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     check_is_language_model(folder, checkpoint)

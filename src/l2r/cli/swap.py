@@ -1,4 +1,4 @@
-"""``l2r swap``: put a router into a checkpoint."""
+"""``l2r swap``: put a router into a checkpoint, and with ``--fit`` fit it to the old one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from l2r.cli.experiment import say, say_left_out
 from l2r.cli.options import (
     NEW_FOLDER,
     AsJson,
@@ -29,15 +28,17 @@ from l2r.cli.options import (
     refuse_options,
     tokens_option,
 )
-from l2r.cli.output import echo
+from l2r.cli.output import echo, say, say_left_out
 from l2r.errors import InputError
+from l2r.files.atomic import plain_json
 from l2r.report.tables import Table
-from l2r.runs.plain_json import plain_json
 
 if TYPE_CHECKING:
+    from l2r.fitting import FitOptions, FitReport, JointOptions
     from l2r.hf.checkpoints import Placement
     from l2r.hf.swap import Site
-    from l2r.training import FitReport
+    from l2r.routers import RouterConfig
+
 
 # What only a fit reads: without one the source's files are copied, and nothing is computed.
 _FIT_ONLY = (
@@ -92,15 +93,15 @@ def swap(
 
     Example: l2r swap my-olmoe --fit --data my-text --out new
     """
+    from l2r.files.atomic import check_new_folder
+    from l2r.files.wording import parse_tokens
+    from l2r.fitting import FitOptions, JointOptions
     from l2r.hf.checkpoints import (
         Placement,
         check_is_language_model,
         check_reads_text,
         local_checkpoint,
     )
-    from l2r.runs.atomic import check_new_folder
-    from l2r.training import FitOptions, JointOptions
-    from l2r.training.data import parse_tokens
 
     placement, chosen = Placement(dtype, device, device_map, say), read_layers(layers)
     _check(context, changes or (), fit=fit, out=out)
@@ -116,13 +117,12 @@ def swap(
     options = read_router(changes)
 
     from l2r.cli.console import progress_bars
-    from l2r.cli.fitting import fit_to_old
     from l2r.hf.checkpoints import checkpoint_folder
     from l2r.hf.swap import preferred_router, replace_routers, router_sites, select_sites
 
     code: Any = {"trust_remote_code": trust_remote_code}
     if fit:
-        from l2r.cost.planning import announce, reads_of_fit
+        from l2r.analysis import announce, reads_of_fit
 
         steps: Any = {"updates": updates, "train_steps": train_steps}
         reads = reads_of_fit(sizes["tokens"], held_out, length, batch_size, **steps)
@@ -227,15 +227,17 @@ def _card(named: str, options: str, dtype: str, train_steps: int) -> str:
 
 
 def _opening(model: Any, out: Path) -> str:
-    """The call that opens a model in a folder, which may have brought its code."""
-    code = ", trust_remote_code=True" if getattr(model.config, "auto_map", None) else ""
+    """Return the call that opens a model in a folder, which may have brought its code."""
+    from l2r.hf.models import names_model_code
+
+    has_code = names_model_code(getattr(model.config, "auto_map", None))
+    code = ", trust_remote_code=True" if has_code else ""
     return f"l2r.load_pretrained({str(out)!r}{code})"
 
 
 def _print(table: Table, fitted: "FitReport | None", kind: str, *, as_json: bool) -> None:
-    """What stands in every layer, and how well the new routers choose as the old ones did."""
+    """Print the routers of every layer, and how well new ones choose as the old ones did."""
     from l2r.cli.console import print_table
-    from l2r.cli.fitting import fit_tables
     from l2r.hf.swap import UNTRAINED_WARNING
 
     if fitted is None:
@@ -249,7 +251,7 @@ def _print(table: Table, fitted: "FitReport | None", kind: str, *, as_json: bool
 
 
 def _table(model: Any, before: "list[Site]", kind: str) -> Table:
-    """A row per layer: the router that was there, and the one that is."""
+    """Return a row per layer: the router that was there, and the one that is."""
     from l2r.routers import Router
 
     columns = (
@@ -280,3 +282,81 @@ def _table(model: Any, before: "list[Site]", kind: str) -> Table:
     few = ("old router", "router", "old parameters", "parameters", "selection")
     verdict = f"{changed} of {len(rows)} routers are {kind} now."
     return Table("Routers", columns, tuple(rows), few=few, verdict=verdict)
+
+
+def fit_to_old(
+    checkpoint: Path,
+    model: Any,
+    tokenizer: Any,
+    config: "RouterConfig",
+    *,
+    data: Path | None = None,
+    tokens: int = 200_000,
+    held_out: int = 50_000,
+    length: int = 256,
+    batch_size: int = 8,
+    options: "FitOptions | None" = None,
+    joint: "JointOptions | None" = None,
+    layers: list[int] | None = None,
+    selection: str = "family",
+) -> "FitReport":
+    """Replace the routers of ``model`` by fitted ones, with a progress bar.
+
+    ``data`` is a folder of text, None for the embedded text. Raises ValueError as
+    ``l2r.fitting.upcycling`` does.
+    """
+    from l2r.cli.console import progress_bars
+    from l2r.fitting import upcycle
+    from l2r.text import CorpusOptions, sample_batches, unseen_part
+
+    batches, other = sample_batches(
+        tokenizer,
+        corpus=unseen_part(checkpoint, data) or CorpusOptions(str(data)),
+        tokens=tokens,
+        held_out_tokens=held_out,
+        sequence_length=length,
+        batch_size=batch_size,
+        report=say,
+    )
+    with progress_bars() as report:
+        return upcycle(
+            model,
+            config,
+            batches,
+            other,
+            options=options,
+            joint=joint,
+            layers=layers,
+            selection=selection,
+            report=report,
+        )
+
+
+def _verdict(result: "FitReport") -> str:
+    """Perplexity at the ends, and the mean agreement."""
+    (first, before), *_, (last, after) = result.perplexity.items()
+    agreed = sum(layer.agreement for layer in result.layers) / max(1, len(result.layers))
+    return (
+        f"Perplexity {before:.2f} ({first}), {after:.2f} ({last}); the new routers choose "
+        f"{agreed:.0%} of the old routers' experts."
+    )
+
+
+def fit_tables(result: "FitReport", kind: str) -> tuple[Table, Table]:
+    """Agreement and divergence per layer; perplexity per stage."""
+    columns = ("layer", "agreement drawn", "agreement fitted", "KL drawn", "KL fitted")
+    rows = [
+        (f.layer, f.agreement_before, f.agreement, f.divergence_before, f.divergence)
+        for f in result.layers
+    ]
+    agreement = Table(
+        f"{kind}: agreement with the old routers",
+        columns,
+        tuple(rows),
+        verdict=_verdict(result),
+        caption="Share of a token's experts that old and new router both choose; held-out text.",
+    )
+    stages = tuple(result.perplexity.items())
+    return agreement, Table(
+        "Perplexity on held-out text", ("stage", "perplexity"), stages, digits=3
+    )

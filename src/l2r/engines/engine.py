@@ -1,4 +1,4 @@
-"""What the plugs of all engines share: the versions that were tried, the router, its selection."""
+"""Code that all engines share: versions that were tried, the router, its selection."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -92,7 +92,7 @@ class Plug:
         self._seed = (seed + 0x9E3779B97F4A7C15 * (layer + 1)) % 2**63
 
     def draw(self) -> dict[str, Tensor]:
-        """Initial parameters by name, whole and on the CPU."""
+        """Draw initial parameters by name, whole and on the CPU."""
         with own_stream(self._seed), torch.device("cpu"):
             fresh = self._build()
         return {flat: fresh.get_parameter(name).detach() for flat, name in self.names.items()}
@@ -119,7 +119,7 @@ class _Logits(nn.Module):
 
 
 def selecting_as(router: Router, rule: Selection) -> RouterConfig:
-    """Configuration with which ``router`` by itself selects as an engine did, for a checkpoint.
+    """Return the configuration with which ``router`` alone selects as an engine did.
 
     ``rule.bias`` is not None where the engine balances by a selection bias; a router that has none
     gets one, ``selection_bias``. Raises ValueError where no setting of this router selects so.

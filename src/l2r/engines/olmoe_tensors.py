@@ -13,7 +13,7 @@ from l2r.routers.base import SELECTION_BIAS
 Pair = tuple[Tensor, Tensor]  # one value in a Hugging Face model and in an engine, equal shapes
 
 
-class Tensors:
+class OlmoeTensors:
     """A state dict from which every tensor is taken once; raises ValueError where one is odd."""
 
     def __init__(self, owner: str, state: dict[str, Any]) -> None:
@@ -25,7 +25,7 @@ class Tensors:
         }
 
     def take(self, name: str) -> Tensor:
-        """A tensor by name."""
+        """Return a tensor by name."""
         if name not in self.left:
             raise InputError(f"{self.owner} must hold {name} to be an OLMoE; it does not")
         return self.left.pop(name)
@@ -85,7 +85,7 @@ def check_sizes(config: Any, sizes: Mapping[str, Any]) -> None:
 def copy_all(
     model: Any,
     state: dict[str, Any],
-    pairs: Callable[[Tensors, Tensors], Iterator[Pair]],
+    pairs: Callable[[OlmoeTensors, OlmoeTensors], Iterator[Pair]],
     *,
     to_engine: bool = False,
 ) -> None:
@@ -97,8 +97,8 @@ def copy_all(
     from l2r.hf.models import check_finite
 
     ours, theirs = (
-        Tensors("the Hugging Face model", model.state_dict()),
-        Tensors("the engine", state),
+        OlmoeTensors("the Hugging Face model", model.state_dict()),
+        OlmoeTensors("the engine", state),
     )
     check_finite((ours if to_engine else theirs).left.items())
     try:
@@ -119,12 +119,12 @@ def copy_all(
 def router_pairs(
     router: Router,
     prefix: str,
-    ours: Tensors,
-    theirs: Tensors,
+    ours: OlmoeTensors,
+    theirs: OlmoeTensors,
     names: Mapping[str, str],
     bias: str | None,
 ) -> Iterator[Pair]:
-    """The tensors of one router; ``names`` and ``bias``, of a selection bias, are the engine's.
+    """Yield the tensors of one router; ``names`` and ``bias``, of a selection bias: the engine's.
 
     A model without a bias gives an engine's zeros.
     """

@@ -30,7 +30,7 @@ MULTIPLE = 8
 T = TypeVar("T")
 
 
-class Answer(NamedTuple):
+class EngineOutput(NamedTuple):
     """Output of an engine's model: ids [1, S], logits [1, S, V], and the experts that it took.
 
     dtype: what it computes in.
@@ -66,7 +66,7 @@ def ask(
     positions: int,
     record: AbstractContextManager[Any] | None = None,
     dtype: torch.dtype | None = None,
-) -> Answer:
+) -> EngineOutput:
     """Run an engine's model on one row of seeded random tokens; every rank of it asks.
 
     ``forward`` takes ids [1, positions] and returns logits [1, positions, V]. ``record`` is the
@@ -76,11 +76,11 @@ def ask(
     with _undisturbed(), nullcontext() if record is None else record as recorder:
         logits = forward(ids)
         routes = None if recorder is None else recorder.routes()
-    return Answer(ids, logits.detach().cpu(), routes, dtype or logits.dtype)
+    return EngineOutput(ids, logits.detach().cpu(), routes, dtype or logits.dtype)
 
 
 @torch.no_grad()
-def compare(answer: Answer, made: Any) -> None:
+def compare(answer: EngineOutput, made: Any) -> None:
     """Raise InputError where ``made`` and the engine differ by more than rounding.
 
     The engine's routes are replayed, so that a near tie is no difference of logits, in the dtype
@@ -102,7 +102,7 @@ def compare(answer: Answer, made: Any) -> None:
         _check_choices(made, answer.routes, rough, fine, answer.dtype)
 
 
-def _check_logits(answer: Answer, narrow: Tensor, wide: Tensor) -> None:
+def _check_logits(answer: EngineOutput, narrow: Tensor, wide: Tensor) -> None:
     if answer.logits.shape != wide.shape:
         raise InputError(
             f"the Hugging Face model must give logits {list(answer.logits.shape)} as the engine "
@@ -128,7 +128,7 @@ def _apart(first: Tensor, second: Tensor) -> Float[Tensor, " S"]:
 
 
 def on_first_rank(work: Callable[[], T]) -> T | None:
-    """Result of ``work`` on rank 0, and None elsewhere, where every rank calls this.
+    """Run ``work`` on rank 0 and return its result, None elsewhere; every rank calls this.
 
     An InputError that it raises is raised on every rank, so that none waits for another.
     """

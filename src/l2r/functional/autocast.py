@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def autocasts(device: torch.device) -> bool:
-    """Whether autocast is on; the meta device, on which models are counted, has none."""
+    """Tell whether autocast is on; the meta device, on which models are counted, has none."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from l2r.files.shared_settings import BalanceVariant, ZVariant
 from l2r.functional.selection import routing_probs
-from l2r.runs.loss_names import BalanceVariant, ZVariant
 
 _VARIANCE_EPS = 1e-6  # added: at equal scores the gradient of the root of the variance is NaN
 
@@ -39,13 +39,23 @@ def expert_counts(
     *,
     mask: Bool[Tensor, " T"] | None = None,
 ) -> Int[Tensor, " N"]:
-    """Number of tokens that chose each expert, int64, so that sums of them are exact.
+    """Count the tokens that chose each expert, int64, so that sums of them are exact.
 
     ``mask`` is true for tokens that count.
     """
     weight = _token_weight(indices.shape[0], mask, indices.device).to(torch.int64)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=indices.device)
     return counts.scatter_add(0, indices.flatten(), weight.repeat_interleave(indices.shape[1]))
+
+
+def dead_experts(load: Float[Tensor, " N"] | Int[Tensor, " N"]) -> int:
+    """Count the experts without a token, of counts or shares of tokens [N]."""
+    return int((load == 0).sum())
+
+
+def peak_load(load: Float[Tensor, " N"]) -> float:
+    """Largest load over the mean load, of counts or shares of tokens [N]; 1 in balance."""
+    return float(load.max() / load.mean())
 
 
 def mean_probs(
@@ -67,7 +77,8 @@ def load_balancing_loss(
 ) -> Float[Tensor, ""]:
     """Load-balancing loss, Eq. 34: N * sum_i s-bar_i * f_i.
 
-    Variants (value when every expert is used equally; all measured, see docs/paper-notes.md):
+    Variants (value when every expert is used equally; measured, with collapsed layers too, under
+    "Eq. 34, four forms" in docs/paper-notes.md):
 
     - ``paper``: Eq. 34, per layer (K).
     - ``olmoe``: Eq. 34 divided by K, as OLMoE trains (1).
@@ -106,6 +117,59 @@ def load_balancing_loss(
     per_layer = [num_experts * (s * f.to(s.dtype)).sum() for s, f in zip(shares, used, strict=True)]
     loss = torch.stack(per_layer).mean()
     return loss / top_k if variant == "olmoe" else loss
+
+
+def sequence_balance_loss(
+    affinities: Tensor | Sequence[Tensor],
+    indices: Tensor | Sequence[Tensor],
+    sequences: Int[Tensor, " T"],
+    *,
+    mask: Tensor | None = None,
+) -> Float[Tensor, ""]:
+    r"""Sequence-wise balance loss of DeepSeek-V3 (arXiv 2412.19437, Eq. 17 to 20) with alpha = 1.
+
+    Mean over sequences of sum_i f_i P_i, with f_i = N / (K S) times the tokens of a sequence of S
+    that chose expert i, and P_i the mean of their normalized affinities: 1 where every sequence
+    uses every expert equally, whatever K. ``affinities`` [T, N]: scores of the experts before a
+    selection bias, normalized to sum to 1 (``Selection.affinities``). ``sequences`` [T]: the number
+    of the sequence that each token is of, below T. A sequence without a token that counts is none.
+    Gradients flow through P alone.
+
+    Raises ValueError for lists of different length, and for a token without its number.
+    """
+    layers, chosen = _layers(affinities), _layers(indices)
+    if not layers or len(layers) != len(chosen):
+        raise ValueError(
+            f"affinities and indices must be lists of one length, at least 1; "
+            f"got {len(layers)} and {len(chosen)}"
+        )
+    if len(sequences) != layers[0].shape[0]:
+        raise ValueError(
+            f"sequences must have one number per token; got {len(sequences)} for "
+            f"{layers[0].shape[0]}"
+        )
+    if mask is not None:
+        mask = _flat_mask(mask, layers[0].shape[0])
+    pairs = zip(layers, chosen, strict=True)
+    return torch.stack([_sequence_loss(a, i, sequences, mask) for a, i in pairs]).mean()
+
+
+def _sequence_loss(
+    affinities: Tensor, indices: Tensor, sequences: Tensor, mask: Tensor | None
+) -> Tensor:
+    affinities = _zero_masked(affinities, mask)
+    wide = affinities.to(torch.promote_types(affinities.dtype, torch.float32))
+    tokens, experts = wide.shape
+    weight = _token_weight(tokens, mask, wide.device).to(wide.dtype)
+    length = wide.new_zeros(tokens).index_add(0, sequences, weight)
+    # A row for each number that there may be: to count them would wait for the device.
+    sums = wide.new_zeros(tokens, experts).index_add(0, sequences, weight.unsqueeze(1) * wide)
+    at = (sequences.unsqueeze(1) * experts + indices).flatten()
+    counts = wide.new_zeros(tokens * experts)
+    counts = counts.index_add(0, at, weight.repeat_interleave(indices.shape[1]))
+    each = (counts.view(tokens, experts) * sums).sum(dim=1) / length.clamp_min(1).square()
+    scaled = each.sum() * (experts / indices.shape[1])
+    return scaled / (length > 0).sum().clamp_min(1)
 
 
 def router_z_loss(

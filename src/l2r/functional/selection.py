@@ -4,7 +4,7 @@ Experts are chosen in one order everywhere, in these functions and in every kern
 the lowest index first among equals. NaN counts as -inf, so it comes last, and a token of which
 nothing is a number gets the first k experts. Softmax and sigmoid are ranked by their logits, whose
 order survives where probabilities round to 0 or 1. The kernels' own forms of the rule are in
-kernels/cpu_selection.py, kernels/native/forward.cpp and kernels/triton/forward.py.
+kernels/cpu_blocks.py, kernels/native/selection.h and kernels/triton/forward.py.
 
 Shape letters: T tokens, N experts, K experts chosen per token.
 """
@@ -22,7 +22,7 @@ def routing_probs(logits: Float[Tensor, "T N"]) -> Float[Tensor, "T N"]:
 
 
 def best_experts(ranking: Float[Tensor, "T N"], top_k: int) -> Int[Tensor, "T K"]:
-    """Indices of the k largest of every token, in the order above.
+    """Return the indices of the k largest of every token, in the order above.
 
     Raises ValueError for a top_k outside of 1 to N.
     """

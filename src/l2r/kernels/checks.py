@@ -11,22 +11,22 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from l2r.kernels.contract import SCORINGS, Options, Tensors, all_tensors, inputs_of
+from l2r.kernels.contract import INPUTS, SCORINGS, Options, Tensors
 
 DTYPES: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
-_LAYOUT = ("TD", "RD", "D", "NHR", "T", "TR", "TN", "TK", "T", "TK", "TK", "T")
+_LAYOUT = ("TD", "RD", "D", "NHR", "TK", "TN", "TR", "T", "TK", "TK", "T")
 _LABELS = tuple("projection" if name == "weight" else name for name in Tensors._fields)
 _RESULTS = {"rstd": torch.float32, "weights": torch.float32, "indices": torch.int64}
 _RESULTS["lse"] = torch.float32
-# Of the Triton kernels: name and largest size by letter.
-_MOST = {"N": ("num_experts", 1024), "H": ("heads", 64), "R": ("rank", 64)}
+# Limits of the Triton kernels: name and largest size by letter.
+_MAX_SIZES = {"N": ("num_experts", 1024), "H": ("heads", 64), "R": ("rank", 64)}
 # They count blocks of tokens and the entries of a parameter in 32 bits.
-_MOST["T"] = ("tokens", 2**31 - 2**10)
-_MOST_NUMBERS = 2**31 - 1
+_MAX_SIZES["T"] = ("tokens", 2**31 - 2**10)
+_MAX_NUMBERS = 2**31 - 1
 
 
 def check(given: Tensors, top_k: int | None) -> None:
-    """Raise ValueError unless the given tensors are neighboring stages and fit together.
+    """Raise ValueError unless the given tensors are those of a call and fit together.
 
     ``top_k`` is None where nothing is selected.
     """
@@ -35,50 +35,38 @@ def check(given: Tensors, top_k: int | None) -> None:
         raise AssertionError(f"no fault found in {[t if t is None else t.shape for t in given]}")
 
 
-# One function, because calls of smaller ones would take longer than the comparisons.
-def fits(given: Tensors, top_k: int | None) -> bool:  # noqa: PLR0911
-    """Return whether ``walk`` would raise no error."""
-    x, weight, gain, anchors, query = given.x, given.weight, given.gain, given.anchors, given.query
-    rho_hat, logits, routes = given.rho_hat, given.logits, given.routes
-    starts = (x is None) + (query is None) + (logits is None) == 2
-    if not starts or (x is None) is not (weight is None):
-        return False
-    first = x if x is not None else query if logits is None else logits
-    shape = first.shape  # type: ignore[union-attr]
-    if len(shape) != 2:
-        return False
-    tokens, width = shape
-    if weight is not None:
-        rows = weight.shape
-        if len(rows) != 2 or rows[1] != width or 0 in rows:
+def fits(given: Tensors, top_k: int | None) -> bool:
+    """Return whether ``walk`` would raise no error: all shapes at once against those expected."""
+    x, weight, gain, anchors, routes, logits = given[:INPUTS]
+    if x is None:
+        if logits is None or logits.dim() != 2:
             return False
-        width = rows[0]
-    if gain is not None and not (
-        weight is not None and gain.shape == weight.shape[1:] and gain.dtype is weight.dtype
-    ):
-        return False
-    experts = 0 if logits is None else width
-    if anchors is not None:
-        sizes = anchors.shape
-        if logits is not None or len(sizes) != 3 or sizes[2] != width or 0 in sizes:
+        first, (tokens, experts) = logits, logits.shape
+        choice = None if routes is None else (tokens, top_k)
+        expected: tuple[Any, ...] = (None, None, None, None, choice, (tokens, experts))
+        sizes: tuple[int, ...] = (experts,)
+    else:
+        if anchors is None or x.dim() != 2 or anchors.dim() != 3:
             return False
-        experts = sizes[0]
-    elif query is not None:
-        return False
-    if not (logits is None if top_k is None else 1 <= top_k <= experts):
-        return False
-    device = first.device  # type: ignore[union-attr]
-    for tensor in (weight, gain, anchors, rho_hat, routes):
-        if tensor is not None and tensor.device != device:
-            return False
-    if routes is not None and not (routes.dtype is torch.int64 and routes.shape == (tokens, top_k)):
-        return False
-    return rho_hat is None or (query is not None and rho_hat.shape == (tokens,))
+        first, (tokens, hidden), (experts, heads, rank) = x, x.shape, anchors.shape
+        gains = None if gain is None else (hidden,)
+        choice = None if routes is None else (tokens, top_k)
+        expected = ((tokens, hidden), (rank, hidden), gains, anchors.shape, choice, None)
+        sizes = (hidden, rank, heads, experts)
+    present = [tensor for tensor in given[:INPUTS] if tensor is not None]
+    return (
+        tuple([None if tensor is None else tensor.shape for tensor in given[:INPUTS]]) == expected
+        and 0 not in sizes
+        and (gain is None or weight is None or gain.dtype is weight.dtype)
+        and (routes is None or routes.dtype is torch.int64)
+        and (x is not None if top_k is None else 1 <= top_k <= experts)
+        and all(tensor.device == first.device for tensor in present)
+    )
 
 
 def walk(given: Tensors, top_k: int | None) -> dict[str, Any]:
     """Return sizes by their letters; raise ValueError by name where ``given`` do not fit."""
-    sizes = _stages(given, top_k)
+    sizes = _presence(given, top_k)
     if top_k is not None and not 1 <= top_k <= sizes["N"]:
         raise ValueError(f"top_k must be between 1 and {sizes['N']}; got top_k={top_k}")
     if given.gain is not None and given.weight is not None:
@@ -98,9 +86,7 @@ def check_operation(given: Tensors, options: Options, backend: str) -> None:
         raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}; got {scoring!r}")
     if backend not in ("cpu", "triton"):
         raise ValueError(f"backend must be one of cpu, triton; got {backend!r}")
-    if given.rho_hat is not None and scoring != "sips":
-        raise ValueError(f"rho_hat must be None for scoring={scoring!r}, which never reads it")
-    for label, tensor in zip(_LABELS, inputs_of(given)._replace(routes=None), strict=False):
+    for label, tensor in zip(_LABELS, given._replace(routes=None)[:INPUTS], strict=False):
         if tensor is not None and tensor.dtype not in DTYPES:
             allowed = ", ".join(sorted(str(dtype) for dtype in DTYPES))
             raise ValueError(f"{label} must be of {allowed}; got {tensor.dtype}")
@@ -115,32 +101,27 @@ def beyond_triton(given: Tensors) -> str:
     for letters, tensor in zip(_LAYOUT, given, strict=True):
         if tensor is not None:
             sizes.update(zip(letters, tensor.shape, strict=True))
-    for letter, (name, most) in _MOST.items():
-        if sizes.get(letter, 0) > most:
-            return f"{name} must be <= {most} for triton; got {name}={sizes[letter]}"
-    if sizes.get("R", 0) * sizes.get("D", 0) > _MOST_NUMBERS:
+    for letter, (name, limit) in _MAX_SIZES.items():
+        if sizes.get(letter, 0) > limit:
+            return f"{name} must be <= {limit} for triton; got {name}={sizes[letter]}"
+    if sizes.get("R", 0) * sizes.get("D", 0) > _MAX_NUMBERS:
         shape = [sizes["R"], sizes["D"]]
-        return f"projection must have <= {_MOST_NUMBERS} numbers for triton; got {shape}"
+        return f"projection must have <= {_MAX_NUMBERS} numbers for triton; got {shape}"
     return ""
 
 
 def check_backward(tensors: Tensors, up: Tensors, options: Options, backend: str) -> None:
     """Raise ValueError unless a backward gets what its forward returned, and gradients of that."""
-    projects, scores, top_k = tensors.x is not None, tensors.anchors is not None, options.top_k
-    given = inputs_of(tensors)
-    if projects or not scores:
-        given = given._replace(query=None)
-    if projects or scores:
-        given = given._replace(logits=None)
-    check_operation(all_tensors(given), options, backend)
-    needed = {"query": projects or scores, "rstd": tensors.gain is not None}
-    needed["logits"] = scores or top_k > 0
+    routes, top_k = tensors.x is not None, options.top_k
+    given = Tensors(*tensors[:INPUTS])
+    check_operation(given._replace(logits=None) if routes else given, options, backend)
+    needed = {"query": routes, "rstd": tensors.gain is not None, "logits": True}
     needed |= dict.fromkeys(("weights", "indices", "lse"), top_k > 0)
     for name, wanted in needed.items():
         tensor = getattr(tensors, name)
         if (tensor is not None) is not wanted:
             rule_of = "must be given" if wanted else "must not be given"
-            raise ValueError(f"{name} {rule_of} to the backward of these stages")
+            raise ValueError(f"{name} {rule_of} to the backward of this call")
         if tensor is not None and name in _RESULTS:
             _same_dtype(name, tensor, _RESULTS[name])
         elif tensor is not None and tensor.dtype not in DTYPES:
@@ -150,16 +131,15 @@ def check_backward(tensors: Tensors, up: Tensors, options: Options, backend: str
 
 
 def _check_up(tensors: Tensors, up: Tensors, top_k: int) -> None:
-    last = ["logits"] if tensors.anchors is not None or top_k else ["query"]
-    last += ["weights"] if top_k else []
+    last = ["logits", "weights"] if top_k else ["logits"]
     if all(getattr(up, name) is None for name in last):
         raise ValueError(f"the gradient of {' or '.join(last)} must be given; got None")
-    for name in ("query", "logits", "weights"):
+    for name in ("logits", "weights"):
         grad, result = getattr(up, name), getattr(tensors, name)
         if grad is None:
             continue
         if name not in last:
-            raise ValueError(f"the gradient of {name} must be None, which is no last result")
+            raise ValueError(f"the gradient of {name} must be None, since nothing was selected")
         actual = (list(grad.shape), grad.dtype, grad.device)
         if actual != (wanted := (list(result.shape), result.dtype, result.device)):
             raise ValueError(
@@ -187,33 +167,41 @@ def check_range(name: str, indices: Tensor, experts: int) -> None:
         raise ValueError(f"{name} must be between 0 and {experts - 1}; got {wrong}")
 
 
-def _stages(given: Tensors, top_k: int | None) -> dict[str, Any]:
-    x, weight, anchors, query = given.x, given.weight, given.anchors, given.query
-    logits = given.logits
+def check_routes(routes: Tensor, experts: int) -> None:
+    """Raise ValueError for a route to no expert, or to one twice. Routes on a GPU are not read."""
+    if not routes.is_cpu:
+        return
+    given = routes[:, 0] >= 0
+    check_range("routes", routes[given], experts)
+    ordered = routes.sort(dim=1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & given[:, None]
+    if twice.any():
+        token, place = twice.nonzero()[0].tolist()
+        expert = int(ordered[token, place])
+        raise ValueError(
+            f"routes must be of different experts; token {token} has expert {expert} twice"
+        )
+
+
+def _presence(given: Tensors, top_k: int | None) -> dict[str, Any]:
+    """Return sizes by letter; raise ValueError for tensors that are missing, or one too many."""
+    x, weight, anchors, logits = given.x, given.weight, given.anchors, given.logits
     rules: list[tuple[str, Any, str, bool]] = [
         ("x", weight, "projection", x is not None),
         ("x", given.gain, "gain", x is not None),
+        ("x", anchors, "anchors", x is not None),
         ("projection", x, "x", weight is not None),
-        ("query", given.rho_hat, "rho_hat", query is not None),
-        ("anchors", query, "query", x is not None or anchors is not None),
-        ("x or query", anchors, "anchors", x is not None or query is not None),
+        ("anchors", x, "x", anchors is not None),
         ("top_k", given.routes, "routes", top_k is not None),
     ]
     for wanted, tensor, name, present in rules:
         if tensor is not None and not present:
             raise ValueError(f"{wanted} must be given with {name}; got None")
-    for name, tensor, other, there in (
-        ("query", query, "x", x),
-        ("logits", logits, "x", x),
-        ("logits", logits, "anchors", anchors),
-    ):
-        if tensor is not None and there is not None:
-            raise ValueError(f"{name} must not be given with {other}, from which it is made")
-    if x is None and query is None and logits is None:
-        raise ValueError("x, query or logits must be given; got None")
+    if logits is not None and x is not None:
+        raise ValueError("logits must not be given with x, from which they are made; got both")
+    if x is None and logits is None:
+        raise ValueError("x or logits must be given; got None")
     sizes = _sizes(given, {"K": top_k} if top_k else {})
-    if top_k is not None and "N" not in sizes:
-        raise ValueError(f"anchors must be given with x and top_k={top_k}; got None")
     if top_k is None and logits is not None:
         raise ValueError(f"top_k must be between 1 and {sizes['N']}; got top_k=0")
     return sizes
@@ -239,8 +227,8 @@ def _sizes(tensors: Tensors, known: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{label} must be on {device}, as {first}; got {tensor.device}")
         for letter in letters:
             if letter != "T" and sizes[letter] == 0:
-                least = f"with {', '.join(c for c in letters if c != 'T')} >= 1"
-                raise ValueError(f"{label} must be [{', '.join(letters)}] {least}; got {shape}")
+                minimum = f"with {', '.join(c for c in letters if c != 'T')} >= 1"
+                raise ValueError(f"{label} must be [{', '.join(letters)}] {minimum}; got {shape}")
     return sizes
 
 

@@ -1,6 +1,6 @@
 """CPU backend in torch operations: where no compiler exists, other dtypes than fp32, large sizes.
 
-One stage at a time, in blocks of tokens that stay in the caches and are computed again in the
+The logits are computed in blocks of tokens that stay in the caches, and again in the
 backward. Scores exist for one block at a time, as [B, H, N], so that the sum over anchors adds
 contiguous rows. Products with a few columns are matrix-vector products, at the speed of memory.
 
@@ -11,13 +11,15 @@ Shape letters: T tokens, B tokens of a block, D hidden size, R rank, N experts, 
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from l2r.functional import phi, psi
-from l2r.kernels.contract import Options, ScoreConstants, Tensors, first_input
-from l2r.kernels.cpu_selection import select, select_backward
+from l2r.functional import best_experts, phi, psi
+from l2r.functional.scoring import ScoreConstants
+from l2r.kernels.checks import check_routes
+from l2r.kernels.contract import Options, Tensors
 
 _READ_NUMBERS = 2**18  # of x in a block, per thread: 1 MiB of fp32, half of a second-level cache
 _SCORE_NUMBERS = 2**17  # scores in a block, per thread
@@ -26,24 +28,65 @@ _VECTOR_COLUMNS = 8  # up to this many columns, one matrix-vector product each
 _SAFE_EXPONENT = 60.0  # |score| up to which exp needs no maximum: H exp(60) fits fp32 far
 
 
-def forward(given: Tensors, options: Options) -> Tensors:
-    """Compute the one stage whose inputs are given."""
-    if given.x is not None:
-        return _project(given, options.score)
-    if given.anchors is not None:
-        logits = _Core(given, options.score).all_logits().to(first_input(given).dtype)
-        return given._replace(logits=logits)
-    return select(given, options)
+def route_logits(given: Tensors, score: ScoreConstants) -> Tensors:
+    """Compute the logits of a router, and what their backward reads."""
+    projected = _project(given, score)
+    assert given.anchors is not None
+    pooled = _Core(projected, score).all_logits().to(given.anchors.dtype)
+    return projected._replace(logits=pooled)
 
 
-def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
-    """Compute the gradients of that stage's inputs."""
-    if tensors.x is not None:
-        return _project_backward(tensors, up, need_x=options.need_x)
-    if tensors.anchors is not None:
-        assert up.logits is not None and tensors.logits is not None
-        return _Core(tensors, options.score).backward(up.logits, tensors.logits)
-    return Tensors(logits=select_backward(tensors, up, normalize=options.normalize))
+def route_logits_backward(tensors: Tensors, grad: Tensor, options: Options) -> Tensors:
+    """Compute the gradients of x, if wanted, and of the parameters from that of the logits."""
+    grad_query, anchors = _Core(tensors, options.score).backward(grad)
+    grads = _project_backward(tensors, grad_query, need_x=options.need_x)
+    return grads._replace(anchors=anchors)
+
+
+def select(given: Tensors, options: Options) -> Tensors:
+    """Softmax weights and indices of the top-k logits or of given routes; lse where it is saved."""
+    assert given.logits is not None
+    wide = given.logits.float()
+    probs, indices = torch.softmax(wide, dim=1), _best(wide, options.top_k)
+    lse = None
+    if options.save:  # log sum exp = logit - log prob, exact for the most probable expert
+        first = indices[:, :1]
+        lse = (wide.gather(1, first) - probs.gather(1, first).log()).squeeze(1)
+    if given.routes is not None:
+        check_routes(given.routes, wide.shape[1])
+        indices = torch.where(given.routes[:, :1] < 0, indices, given.routes)
+    if options.normalize:  # of the k logits alone: all k of a route may be unlikely
+        weights = torch.softmax(wide.gather(1, indices), dim=1)
+    else:
+        weights = probs.gather(1, indices)
+    return given._replace(weights=weights, indices=indices, lse=lse)
+
+
+def select_backward(tensors: Tensors, up: Tensors, *, normalize: bool) -> Tensor:
+    """Gradient of the logits [T, N], fp32."""
+    logits, weights, indices, lse = tensors.logits, tensors.weights, tensors.indices, tensors.lse
+    assert logits is not None and weights is not None and indices is not None and lse is not None
+    if up.weights is None:
+        assert up.logits is not None
+        return up.logits.float()
+    chosen = weights * up.weights
+    total = chosen.sum(dim=1, keepdim=True)
+    if normalize:
+        grad = torch.zeros_like(logits, dtype=torch.float32)
+        chosen -= weights * total
+    else:
+        grad = torch.sub(logits.float(), lse.unsqueeze(1)).exp_().mul_(-total)
+    grad.scatter_add_(1, indices, chosen)
+    return grad if up.logits is None else grad.add_(up.logits)
+
+
+def _best(logits: Tensor, top_k: int) -> Tensor:
+    """``best_experts``; sorts all of them only where there are equals, or NaN, to put in order."""
+    if logits.is_cpu:  # another device would have to be waited for
+        values, indices = torch.topk(logits, min(top_k + 1, logits.shape[1]), dim=1)
+        if bool((values[:, 1:] < values[:, :-1]).all()):
+            return indices[:, :top_k].contiguous()
+    return best_experts(logits, top_k)
 
 
 def _project(given: Tensors, score: ScoreConstants) -> Tensors:
@@ -64,7 +107,7 @@ def _project(given: Tensors, score: ScoreConstants) -> Tensors:
     return given._replace(query=query.to(weight.dtype), rstd=rstd)
 
 
-def _project_backward(tensors: Tensors, up: Tensors, *, need_x: bool) -> Tensors:
+def _project_backward(tensors: Tensors, grad_query: Tensor, *, need_x: bool) -> Tensors:
     x, weight, gain, query, rstd = (
         tensors.x,
         tensors.weight,
@@ -72,10 +115,10 @@ def _project_backward(tensors: Tensors, up: Tensors, *, need_x: bool) -> Tensors
         tensors.query,
         tensors.rstd,
     )
-    assert x is not None and weight is not None and query is not None and up.query is not None
+    assert x is not None and weight is not None and query is not None
     tokens, hidden = x.shape
     folded = _folded(weight, gain)
-    grad, pull = _columns(up.query), None
+    grad, pull = _columns(grad_query), None
     if rstd is not None:
         pull = ((grad * _columns(query)).sum(dim=0) * rstd.square() * (-1 / hidden)).unsqueeze(1)
         grad = grad * rstd
@@ -104,24 +147,19 @@ class _Core:
     """Pooled log-sum-exp of inner products a . b and its backward, block after block."""
 
     def __init__(self, tensors: Tensors, score: ScoreConstants) -> None:
-        anchors, rho_hat, query = tensors.anchors, tensors.rho_hat, tensors.query
+        anchors, query = tensors.anchors, tensors.query
         assert anchors is not None and query is not None
         self.given, self.score = tensors, score
         self.experts, self.heads, self.rank = anchors.shape
         self.query = _columns(query)
-        self.rho_hat = None if rho_hat is None else rho_hat.float()
         self.anchors = anchors.float().permute(2, 1, 0).reshape(self.rank, -1)  # [R, H N]
-        self.a = _side(self.query, score, self._phi)
-        self.b = _side(self.anchors, score, lambda kappa: psi(kappa, p=score.p))
+        self.a = _side(self.query, score, partial(phi, gamma=score.gamma, beta=score.beta))
+        self.b = _side(self.anchors, score, partial(psi, p=score.p))
         self.safe = False
         # On few tokens it costs more than it saves; on another device it would wait for a number.
         if self.heads > 1 and self.a.shape[1] >= FEW_TOKENS and self.a.is_cpu:
             largest = _norms(self.a).max() * _norms(self.b).max()  # of |a . b|
             self.safe = float(largest) <= _SAFE_EXPONENT
-
-    def _phi(self, norm: Tensor) -> Tensor:
-        rho_hat = norm if self.rho_hat is None else self.rho_hat
-        return phi(rho_hat, gamma=self.score.gamma, beta=self.score.beta)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Iterate over blocks of tokens and their scores [B, H, N], which share one buffer."""
@@ -148,7 +186,10 @@ class _Core:
             logits.log_()
         return logits if self.score.scale == 1 else logits.mul_(self.score.scale)
 
-    def backward(self, grad_logits: Tensor, logits: Tensor) -> Tensors:
+    def backward(self, grad_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the query [T, R] and of the anchors [N, H, R]."""
+        logits = self.given.logits
+        assert logits is not None
         weight = grad_logits.float() * self.score.scale
         if self.heads == 1:
             return self._grads(torch.mm(self.b, weight.t()), torch.mm(self.a, weight))
@@ -165,17 +206,15 @@ class _Core:
             grad_b.addmm_(self.a[:, block], flat)
         return self._grads(grad_a, grad_b)
 
-    def _grads(self, grad_a: Tensor, grad_b: Tensor) -> Tensors:
-        """Gradients of query, anchors and rho_hat, in their shapes and dtypes."""
-        anchors, rho_hat, query = self.given.anchors, self.given.rho_hat, self.given.query
+    def _grads(self, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, Tensor]:
+        anchors, query = self.given.anchors, self.given.query
         assert anchors is not None and query is not None
-        grad_query, grad_rho = _query_side_backward(grad_a, self.query, self.rho_hat, self.score)
+        grad_query = _query_side_backward(grad_a, self.query, self.score)
         grad_anchors = _anchor_side_backward(grad_b, self.anchors, self.score)
         grad_anchors = grad_anchors.view(self.rank, self.heads, self.experts).permute(2, 1, 0)
-        return Tensors(
-            anchors=grad_anchors.contiguous().to(anchors.dtype),
-            query=grad_query.t().contiguous().to(query.dtype),
-            rho_hat=None if rho_hat is None or grad_rho is None else grad_rho.to(rho_hat.dtype),
+        return (
+            grad_query.t().contiguous().to(query.dtype),
+            grad_anchors.contiguous().to(anchors.dtype),
         )
 
 
@@ -216,7 +255,7 @@ def _norms(vectors: Tensor) -> Tensor:
 
 
 def _side(vectors: Tensor, score: ScoreConstants, magnitude: Callable[[Tensor], Tensor]) -> Tensor:
-    """a or b: the vectors (dot), their directions (cosine), or these times a magnitude (sips)."""
+    """Return a or b: the vectors (dot), their directions (cosine), these by a magnitude (sips)."""
     if score.scoring == "dot":
         return vectors
     norm = _norms(vectors)
@@ -225,20 +264,17 @@ def _side(vectors: Tensor, score: ScoreConstants, magnitude: Callable[[Tensor], 
     return vectors * magnitude(norm).div_(norm.clamp_min_(score.eps))
 
 
-def _query_side_backward(
-    grad: Tensor, query: Tensor, rho_hat: Tensor | None, score: ScoreConstants
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the query and of rho_hat, which is |q| where not given, from that of a."""
+def _query_side_backward(grad: Tensor, query: Tensor, score: ScoreConstants) -> Tensor:
+    """Gradient of the query from that of a."""
     if score.scoring == "dot":
-        return grad, None
-    norm, grad_rho = _norms(query), None
+        return grad
+    norm, grad_norm = _norms(query), None
     if score.scoring == "sips":
-        t = torch.tanh(norm if rho_hat is None else rho_hat)
+        t = torch.tanh(norm)
         grad_factor = (grad * query).sum(dim=0) / norm.clamp_min(score.eps)
-        grad_rho = grad_factor * (1 - t.square()) * (score.gamma * score.beta)
+        grad_norm = grad_factor * (1 - t.square()) * (score.gamma * score.beta)
         grad = grad * (score.gamma * (1 + score.beta * t))
-    grad_norm = grad_rho if rho_hat is None else None
-    return _direction_backward(grad, query, norm, grad_norm, score.eps), grad_rho
+    return _direction_backward(grad, query, norm, grad_norm, score.eps)
 
 
 def _anchor_side_backward(grad: Tensor, anchors: Tensor, score: ScoreConstants) -> Tensor:

@@ -13,22 +13,25 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from l2r import functional
-from l2r.kernels import plain
-from l2r.kernels.checks import DTYPES, beyond_triton, check
-from l2r.kernels.contract import DEFAULTS, Options, ScoreConstants, Tensors, first_input
-from l2r.kernels.cpu_selection import check_routes
+from l2r.functional.autocast import without_autocast
+from l2r.functional.scoring import DEFAULTS, ScoreConstants
+from l2r.kernels import cpu, plain
+from l2r.kernels.checks import DTYPES, beyond_triton, check, check_routes
+from l2r.kernels.contract import Options, Tensors, first_input
 from l2r.kernels.operation import BACKENDS, run
 from l2r.kernels.plain import KernelWeights, Routed
-from l2r.kernels.tracing import exported, traced, transformed
+from l2r.kernels.tracing import exported, traced, transformed, untouched
 
 # Least logits of a selection with a gradient on a CPU; with fewer, torch's derivatives are faster.
 _MIN_LOGITS = 2**13
+_CPU = (None, "cpu")  # names of an implementation with which the CPU's code runs on a CPU
 
 followed = plain.followed
 linear_logits = plain.linear_logits  # one matrix product: the libraries' own is the fused form
+anchor_logits = plain.anchor_logits  # for routers that change the query before
 
 
 def routing_query(
@@ -37,23 +40,9 @@ def routing_query(
     gain: Float[Tensor, " D"] | None = None,
     score: ScoreConstants = DEFAULTS,
 ) -> Float[Tensor, "T R"]:
-    """Query of the router input; see ``plain.routing_query``."""
-    results = _fused(Tensors(x=x, weight=projection, gain=gain), score)
-    return plain.routing_query(x, projection, gain, score) if results is None else results.query
-
-
-def anchor_logits(
-    query: Float[Tensor, "T R"],
-    anchors: Float[Tensor, "N H R"],
-    score: ScoreConstants,
-    rho_hat: Float[Tensor, " T"] | None = None,
-) -> Float[Tensor, "T N"]:
-    """Score every anchor and pool; see ``plain.anchor_logits``."""
-    rho_hat = rho_hat if score.scoring == "sips" else None  # the others never read |q|
-    results = _fused(Tensors(anchors=anchors, query=query, rho_hat=rho_hat), score)
-    return (
-        plain.anchor_logits(query, anchors, score, rho_hat) if results is None else results.logits
-    )
+    """Query of the router input, with autocast off; see ``plain.routing_query``."""
+    with without_autocast(x.device):
+        return plain.routing_query(x, projection, gain, score)
 
 
 def softmax_top_k(
@@ -73,7 +62,7 @@ def softmax_top_k(
 
 
 def best_experts(ranking: Float[Tensor, "T N"], top_k: int) -> Int[Tensor, "T K"]:
-    """Indices of the k largest, which have no gradient; see ``functional.best_experts``."""
+    """Return indices of the k largest, which have no gradient; see ``functional.best_experts``."""
     ranking = ranking.detach()
     results = _fused(Tensors(logits=ranking), DEFAULTS, top_k)
     return functional.best_experts(ranking, top_k) if results is None else results.indices
@@ -82,7 +71,7 @@ def best_experts(ranking: Float[Tensor, "T N"], top_k: int) -> Int[Tensor, "T K"
 def route_logits(
     x: Float[Tensor, "T D"], parts: KernelWeights, score: ScoreConstants
 ) -> Float[Tensor, "T N"]:
-    """The whole router but for the selection; see ``plain.route_logits``."""
+    """Run the whole router but for the selection; see ``plain.route_logits``."""
     results = _fused(Tensors(x, *parts), score)
     return plain.route_logits(x, parts, score) if results is None else results.logits
 
@@ -96,7 +85,11 @@ def route(
     normalize: bool = False,
     routes: Int[Tensor, "T K"] | None = None,
 ) -> Routed:
-    """The whole router in one pass; see ``plain.route``."""
+    """Run the whole router in one pass; see ``plain.route``."""
+    if not is_grad_enabled() and _Forced.name in _CPU and untouched(x, *parts, routes):
+        inferred = cpu.infer(x, parts, score, top_k, normalize, routes)
+        if inferred is not None:
+            return inferred
     results = _fused(Tensors(x, *parts, routes=routes), score, top_k, normalize)
     if results is None:
         _check_read(routes, len(parts[2]))

@@ -27,14 +27,14 @@ from torch import Tensor
 from l2r._version import __version__
 from l2r.functional import expert_weights, routing_probs
 from l2r.kernels import plain
-from l2r.kernels.contract import Backend, Options, Tensors, first_input, inputs_of, sizes_of
+from l2r.kernels.contract import INPUTS, Backend, Options, Tensors, first_input, sizes_of
 
 _TOKENS = 17  # two blocks of the widest kernels, the second nearly empty
-_BY_TOKEN = {"x", "rho_hat", "query", "logits"}
-_LEAST = 0.1  # what cancels to less, of gradients near 1, is the rounding of these
+_BY_TOKEN = {"x", "logits"}
+_MIN_SCALE = 0.1  # gradients are near 1: a largest one below this is rounding alone
 
 
-class Verdict(NamedTuple):
+class KernelVerdict(NamedTuple):
     """Outcome of a comparison.
 
     reason: cause of a fallback, empty where kernels are used. error: largest error over its limit.
@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
     seconds: float = 0.0
 
 
-verdicts: dict[tuple[object, ...], Verdict] = {}  # of this process, by kind of call
+verdicts: dict[tuple[object, ...], KernelVerdict] = {}  # of this process, by kind of call
 
 
 class Guarded:
@@ -70,11 +70,11 @@ class Guarded:
         return self._chosen(*kinds).backward(tensors, up, options)
 
     def _chosen(self, *kinds: tuple[object, ...]) -> Backend:
-        wrong = any(verdicts.get(kind, Verdict()).reason for kind in kinds)
+        wrong = any(verdicts.get(kind, KernelVerdict()).reason for kind in kinds)
         return self.instead if wrong else self.load()
 
 
-def compare(kernels: Backend, like: Tensors, options: Options) -> Verdict:
+def compare(kernels: Backend, like: Tensors, options: Options) -> KernelVerdict:
     """Compare kernels with plain code on fixed tokens of the sizes and dtypes of ``like``."""
     start, draws = time.perf_counter(), torch.Generator().manual_seed(0)
     device = first_input(like).device
@@ -83,7 +83,7 @@ def compare(kernels: Backend, like: Tensors, options: Options) -> Verdict:
         return torch.randn(shape, generator=draws, device="cpu").to(device, dtype)
 
     given, routes = {}, None
-    for name, tensor in inputs_of(like)._asdict().items():
+    for name, tensor in zip(Tensors._fields[:INPUTS], like, strict=False):
         if name == "routes" and tensor is not None:
             order = torch.rand(_TOKENS, sizes_of(like).experts, generator=draws).argsort(dim=1)
             routes = order[:, : options.top_k].contiguous().to(device)
@@ -111,11 +111,11 @@ def compare(kernels: Backend, like: Tensors, options: Options) -> Verdict:
     computed = [tensor.dtype for name, tensor in given.items() if name != "x"]
     error = max(_error(actual, value, computed) for actual, value in pairs)
     reason = "" if error <= 1 else f"differs from plain code by {error:.1g} times the limit"
-    return Verdict(reason, error, time.perf_counter() - start)
+    return KernelVerdict(reason, error, time.perf_counter() - start)
 
 
 def _cancel(given: Tensors, options: Options) -> bool:
-    """Whether gradients are zero but for rounding, whose size says nothing of the kernels."""
+    """Tell whether gradients are zero but for rounding, whose size says nothing of the kernels."""
     sizes = sizes_of(given)
     normed = options.score.scoring != "dot" and given.anchors is not None
     return (normed and 1 in (sizes.rank, sizes.hidden)) or (
@@ -125,13 +125,10 @@ def _cancel(given: Tensors, options: Options) -> bool:
 
 def _plain(given: Tensors, options: Options, chosen: Tensor | None) -> dict[str, Tensor]:
     """Return results by name; weights of the ``chosen`` experts, since equals have two orders."""
-    query, logits, results = given.query, given.logits, {}
-    if given.x is not None and given.weight is not None:
-        query = plain.routing_query(given.x, given.weight, given.gain, options.score)
-        results = {"query": query}
-    if given.anchors is not None and query is not None:
-        logits = plain.anchor_logits(query, given.anchors, options.score, given.rho_hat)
-        results = {"logits": logits}
+    logits, results = given.logits, {}
+    if given.x is not None and given.weight is not None and given.anchors is not None:
+        weights = (given.weight, given.gain, given.anchors)
+        logits = results["logits"] = plain.route_logits(given.x, weights, options.score)
     if chosen is not None and logits is not None:
         rule: Any = {"normalize": options.normalize}
         results["weights"] = expert_weights(routing_probs(logits), chosen.cpu(), **rule)
@@ -146,24 +143,26 @@ def _error(actual: Tensor | None, expected: Tensor, computed: list[torch.dtype])
     if actual is None or actual.shape != expected.shape:
         return float("inf")
     expected = expected.detach()
-    gap = (actual.double().cpu() - expected).abs().max() / expected.abs().max().clamp_min(_LEAST)
+    gap = (actual.double().cpu() - expected).abs().max() / expected.abs().max().clamp_min(
+        _MIN_SCALE
+    )
     limit = max(torch.finfo(dtype).eps for dtype in (actual.dtype, *computed)) ** 0.5
     return float(torch.nan_to_num(gap, nan=float("inf"))) / limit
 
 
-def _judge(load: Callable[[], Backend], given: Tensors, options: Options) -> Verdict:
+def _judge(load: Callable[[], Backend], given: Tensors, options: Options) -> KernelVerdict:
     wanted = os.environ.get("L2R_GUARD", "on")
     if wanted not in ("on", "off"):
         raise ValueError(f"L2R_GUARD must be on or off; got {wanted!r}")
     if wanted == "off":
-        return Verdict()
+        return KernelVerdict()
     try:
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(compare, load(), given, options).result()
     except torch.OutOfMemoryError:
         raise  # says nothing of the kernels
     except Exception as problem:  # whatever a compiler or a driver raises
-        return Verdict(f"{type(problem).__name__}: {problem}".split("\n", 1)[0])
+        return KernelVerdict(f"{type(problem).__name__}: {problem}".split("\n", 1)[0])
 
 
 def _message(reason: str, given: Tensors) -> str:
@@ -185,7 +184,7 @@ def _message(reason: str, given: Tensors) -> str:
 def _kind(tensors: Tensors, options: Options, *, routed: bool) -> tuple[object, ...]:
     """Return what kernels are compiled for, with or without routes."""
     first, t = first_input(tensors), tensors
-    parameters = (t.weight, t.gain, t.anchors, t.rho_hat)
+    parameters = (t.weight, t.gain, t.anchors)
     dtypes = [None if parameter is None else parameter.dtype for parameter in parameters]
     sizes = sizes_of(tensors)._replace(tokens=0)
     rule = (options.score.scoring, options.top_k, options.normalize, routed)

@@ -1,4 +1,4 @@
-"""A router, or any run of its stages, as one differentiable operation over the backends.
+"""A router, or its selection alone, as one differentiable operation over the backends.
 
 ``l2r::route`` is registered with torch.library, with a fake (shapes only) and an analytic
 backward that is itself an operation, so that torch.compile with fullgraph, activation
@@ -12,34 +12,32 @@ any result.
 """
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from l2r.functional.scoring import ScoreConstants
 from l2r.kernels.checks import check_backward, check_indices, check_operation
 from l2r.kernels.contract import (
+    INPUTS,
     Backend,
-    Inputs,
     Options,
-    Results,
-    ScoreConstants,
     Tensors,
-    all_tensors,
     empty_grads,
     empty_results,
     first_input,
-    inputs_of,
-    results_of,
 )
 from l2r.kernels.guard import Guarded
 from l2r.kernels.plain_backward import plain_grads
 from l2r.kernels.tracing import batched, transformed
 
 _ABSENT = (0, 0, 0)
+_RESULTS = INPUTS - 1  # first of them: logits, which may be given
+_UP = ("logits", "weights")  # the differentiable results
 BACKENDS = {"cpu": "l2r.kernels.cpu", "triton": "l2r.kernels.triton.launch"}
 
 
@@ -50,28 +48,24 @@ def backend(name: str) -> Backend:
     return Guarded(load, backend("cpu")) if name == "triton" else load()
 
 
-class Upstream(NamedTuple):
-    """Gradients of the differentiable results."""
-
-    query: Tensor | None
-    logits: Tensor | None
-    weights: Tensor | None
-
-
 def run(name: str, watched: bool, given: Tensors, options: Options) -> Tensors:
-    """Compute the given stages; differentiable where an input requires gradients.
+    """Compute a call; differentiable where an input requires gradients.
 
     watched: whether a compiler, a mode or a subclass must see the registered operation.
     """
     grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
     if not (watched or grad):
-        # Skip the registered operation: its overhead is a large part of a decoding step.
         return backend(name).forward(_dense(given), options)
-    inputs = inputs_of(given)
     if not watched:
-        return all_tensors(inputs, Results(*_eager(*inputs, options, name)))
-    results = _route(*inputs, *_flat(options), name)
-    return all_tensors(inputs, Results(*[_present(tensor) for tensor in results]))
+        return _joined(given, _eager(*given[:INPUTS], options, name))
+    results = _route(*given[:INPUTS], *_flat(options), name)
+    return _joined(given, [_present(tensor) for tensor in results])
+
+
+def _joined(given: Tensors, results: Sequence[Tensor | None]) -> Tensors:
+    """Return inputs and results of a call; given logits are no result."""
+    made = Tensors(*given[:_RESULTS], *results)
+    return made if given.logits is None else made._replace(logits=given.logits)
 
 
 def _dense(tensors: Tensors) -> Tensors:
@@ -83,23 +77,39 @@ def _dense(tensors: Tensors) -> Tensors:
     return Tensors(*[None if tensor is None else tensor.contiguous() for tensor in tensors])
 
 
-def _forward(given: Tensors, options: Options, name: str) -> Results:
+def _results(done: Tensors, given: Tensors) -> Sequence[Tensor | None]:
+    return done[_RESULTS:] if given.logits is None else (None, *done[INPUTS:])
+
+
+def _forward(given: Tensors, options: Options, name: str) -> Sequence[Tensor | None]:
     given = _dense(given)
-    return results_of(backend(name).forward(given, options._replace(save=True)), given)
+    return _results(backend(name).forward(given, options._replace(save=True)), given)
 
 
-def _setup(ctx: Any, inputs: Inputs, results: Results, outputs: Iterable[Tensor | None]) -> None:
-    """Save what the backward reads; logits, or a query that is the last result, have gradients.
+def _setup(
+    ctx: Any,
+    given: Tensors,
+    results: Sequence[Tensor | None],
+    outputs: Iterable[Tensor | None],
+) -> Tensors:
+    """Save what the backward reads, and return it; logits and weights have gradients.
 
     outputs: what the operation returns, the empty tensors of absent results included.
     """
-    last = results.query if results.logits is None else results.logits
-    differentiable = {id(last), id(results.weights)}
+    kept = _joined(given._replace(routes=None), results)
+    differentiable = {id(results[0]), id(kept.weights)}
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(
         *[tensor for tensor in outputs if tensor is not None and id(tensor) not in differentiable]
     )
-    ctx.save_for_backward(*all_tensors(inputs._replace(routes=None), results))
+    ctx.save_for_backward(*kept)
+    return kept
+
+
+def _up(grads: Sequence[Tensor | None]) -> Tensors:
+    """Gradients of the differentiable results among those of all results."""
+    given = Tensors(*[None] * _RESULTS, *grads)
+    return Tensors(logits=given.logits, weights=given.weights)
 
 
 def _facts(tensors: Tensors) -> list[Any]:
@@ -108,27 +118,29 @@ def _facts(tensors: Tensors) -> list[Any]:
 
 
 def _backward(
-    tensors: Tensors, upstream: Upstream, options: Options, name: str, need_x: bool
-) -> Inputs:
-    up = Tensors(query=upstream.query, logits=upstream.logits, weights=upstream.weights)
+    tensors: Tensors, up: Tensors, options: Options, name: str, need_x: bool
+) -> Sequence[Tensor | None]:
     check_indices(tensors)
     tensors, options = _dense(tensors), options._replace(save=False, need_x=need_x)
     if first_input(tensors).shape[0] == 0:
         grads = empty_grads(tensors, options)
-        return Inputs(*[None if grad is None else grad.zero_() for grad in inputs_of(grads)])
-    return inputs_of(backend(name).backward(tensors, _dense(up), options))
+        return [None if grad is None else grad.zero_() for grad in grads[:INPUTS]]
+    return backend(name).backward(tensors, _dense(up), options)[:INPUTS]
 
 
-def _wanted(grads: Inputs, needed: Iterable[bool], tensors: Tensors) -> list[Tensor | None]:
+def _wanted(
+    grads: Sequence[Tensor | None], needed: Iterable[bool], tensors: Tensors
+) -> list[Tensor | None]:
     """Gradients that autograd asked for, in the dtypes of the inputs."""
-    if grads.logits is not None and tensors.logits is not None:
-        grads = grads._replace(logits=grads.logits.to(tensors.logits.dtype))
-    return [grad if need else None for grad, need in zip(grads, needed, strict=True)]
+    *others, logits = grads
+    if logits is not None and tensors.logits is not None:
+        logits = logits.to(tensors.logits.dtype)
+    return [grad if need else None for grad, need in zip((*others, logits), needed, strict=True)]
 
 
-def _beyond_fused(up: Upstream) -> bool:
-    """Whether gradients need gradients, or are many at once, which the backends cannot do."""
-    return torch.is_grad_enabled() or transformed() or batched(*up)
+def _beyond_fused(up: Tensors) -> bool:
+    """Tell whether gradients need gradients, or are many at once, which the backends cannot do."""
+    return torch.is_grad_enabled() or transformed() or batched(up.logits, up.weights)
 
 
 class _Eager(Function):
@@ -138,24 +150,22 @@ class _Eager(Function):
     def forward(ctx: Any, *flat: Any) -> Any:
         *inputs, options, name = flat
         ctx.options, ctx.name = options, name
-        given = Inputs(*inputs)
-        results = _forward(all_tensors(given), options, name)
-        _setup(ctx, given, results, results)
-        ctx.given = _facts(all_tensors(given._replace(routes=None), results))
+        given = Tensors(*inputs)
+        results = _forward(given, options, name)
+        ctx.given = _facts(_setup(ctx, given, results, results))
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        results, needed = Results(*grads), ctx.needs_input_grad[: len(Inputs._fields)]
-        up = Upstream(results.query, results.logits, results.weights)
-        if up == (None, None, None):
-            return (*[None] * len(needed), None, None)
+        needed, up = ctx.needs_input_grad[:INPUTS], _up(grads)
+        if up.logits is None and up.weights is None:
+            return (*[None] * INPUTS, None, None)
         tensors = Tensors(*ctx.saved_tensors)
         if _facts(tensors) != ctx.given:  # data that another library took away
-            check_backward(tensors, Tensors(**up._asdict()), ctx.options, ctx.name)
+            check_backward(tensors, up, ctx.options, ctx.name)
         if _beyond_fused(up):
-            return (*plain_grads(tensors, results, ctx.options, needed), None, None)
-        own = _backward(tensors, up, ctx.options, ctx.name, bool(Inputs(*needed).x))
+            return (*plain_grads(tensors, up, ctx.options, needed), None, None)
+        own = _backward(tensors, up, ctx.options, ctx.name, needed[0])
         return (*_wanted(own, needed, tensors), None, None)
 
 
@@ -182,23 +192,22 @@ def _unflattened(scoring: Any, constants: list[float], top_k: int, normalize: bo
 
 def _forward_arguments(flat: tuple[Any, ...]) -> tuple[Tensors, Options, str]:
     *inputs, scoring, constants, top_k, normalize, name = flat
-    options = _unflattened(scoring, constants, top_k, normalize)
-    return all_tensors(Inputs(*inputs)), options, name
+    return Tensors(*inputs), _unflattened(scoring, constants, top_k, normalize), name
 
 
-def _backward_arguments(flat: tuple[Any, ...]) -> tuple[Tensors, Upstream, Options, str, bool]:
-    *tensors, query, logits, weights, scoring, constants, top_k, normalize, name, need_x = flat
+def _backward_arguments(flat: tuple[Any, ...]) -> tuple[Tensors, Tensors, Options, str, bool]:
+    *tensors, logits, weights, scoring, constants, top_k, normalize, name, need_x = flat
     options = _unflattened(scoring, constants, top_k, normalize)
-    return Tensors(*tensors), Upstream(query, logits, weights), options, name, need_x
+    return Tensors(*tensors), Tensors(logits=logits, weights=weights), options, name, need_x
 
 
 def _filled(tensors: Iterable[Tensor | None], like: Tensor) -> Any:
-    """The tensors, with an empty one in place of None."""
+    """Return the tensors, with an empty one in place of None."""
     return tuple(like.new_empty(_ABSENT) if tensor is None else tensor for tensor in tensors)
 
 
 def _present(tensor: Tensor) -> Tensor | None:
-    """A result of a registered operation, None in place of an empty one."""
+    """Return a result of a registered operation, None in place of an empty one."""
     return None if tensor.dim() == len(_ABSENT) else tensor
 
 
@@ -209,7 +218,9 @@ def _schema(inputs: Iterable[str], more: str, results: Iterable[str]) -> str:
 
 
 @torch.library.custom_op(
-    "l2r::route", mutates_args=(), schema=_schema(Inputs._fields, "", Results._fields)
+    "l2r::route",
+    mutates_args=(),
+    schema=_schema(Tensors._fields[:INPUTS], "", Tensors._fields[_RESULTS:]),
 )
 def _route(*flat: Any) -> Any:
     given, options, name = _forward_arguments(flat)
@@ -221,49 +232,47 @@ def _route(*flat: Any) -> Any:
 def _(*flat: Any) -> Any:
     given, options, name = _forward_arguments(flat)
     check_operation(given, options, name)
-    return _filled(results_of(empty_results(given, options), given), first_input(given))
+    return _filled(_results(empty_results(given, options), given), first_input(given))
 
 
 @torch.library.custom_op(
     "l2r::route_backward",
     mutates_args=(),
     schema=_schema(
-        (*Tensors._fields, *[f"up_{name}" for name in Upstream._fields]),
+        (*Tensors._fields, *[f"up_{name}" for name in _UP]),
         ", bool need_x",
-        Inputs._fields,
+        Tensors._fields[:INPUTS],
     ),
 )
 def _route_backward(*flat: Any) -> Any:
     tensors, up, options, name, need_x = _backward_arguments(flat)
-    check_backward(tensors, Tensors(**up._asdict()), options, name)
+    check_backward(tensors, up, options, name)
     return _filled(_backward(tensors, up, options, name, need_x), first_input(tensors))
 
 
 @_route_backward.register_fake
 def _(*flat: Any) -> Any:
     tensors, up, options, name, need_x = _backward_arguments(flat)
-    check_backward(tensors, Tensors(**up._asdict()), options, name)
+    check_backward(tensors, up, options, name)
     grads = empty_grads(tensors, options._replace(need_x=need_x))
-    return _filled(inputs_of(grads), first_input(tensors))
+    return _filled(grads[:INPUTS], first_input(tensors))
 
 
 def _registered_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *given, scoring, constants, top_k, normalize, name = inputs
     ctx.flat = scoring, constants, top_k, normalize, name
-    _setup(ctx, Inputs(*given), Results(*[_present(tensor) for tensor in output]), output)
+    _setup(ctx, Tensors(*given), [_present(tensor) for tensor in output], output)
 
 
 def _registered_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    results, needed = Results(*grads), ctx.needs_input_grad[: len(Inputs._fields)]
-    up = Upstream(results.query, results.logits, results.weights)
+    needed, up = ctx.needs_input_grad[:INPUTS], _up(grads)
     rest = [None] * len(ctx.flat)
-    if up == (None, None, None):
-        return (*[None] * len(needed), *rest)
+    if up.logits is None and up.weights is None:
+        return (*[None] * INPUTS, *rest)
     tensors = Tensors(*ctx.saved_tensors)
     if _beyond_fused(up):
-        options = _unflattened(*ctx.flat[:-1])
-        return (*plain_grads(tensors, results, options, needed), *rest)
-    own = Inputs(*_route_backward(*tensors, *up, *ctx.flat, Inputs(*needed).x))
+        return (*plain_grads(tensors, up, _unflattened(*ctx.flat[:-1]), needed), *rest)
+    own = _route_backward(*tensors, up.logits, up.weights, *ctx.flat, needed[0])
     return (*_wanted(own, needed, tensors), *rest)
 
 

@@ -16,8 +16,8 @@ from l2r.functional import (
     rms_norm,
     sips_scores,
 )
+from l2r.functional.scoring import DEFAULTS, ScoreConstants
 from l2r.functional.selection import softmax_weights
-from l2r.kernels.contract import DEFAULTS, ScoreConstants
 
 # A whole anchor router: projection [R, D], gain [D] of the RMSNorm before it, anchors [N, H, R].
 KernelWeights = tuple[Tensor, Tensor | None, Tensor]
@@ -84,7 +84,7 @@ def followed(own: Int[Tensor, "T K"], routes: Int[Tensor, "T K"] | None) -> Int[
 def route_logits(
     x: Float[Tensor, "T D"], parts: KernelWeights, score: ScoreConstants
 ) -> Float[Tensor, "T N"]:
-    """A whole anchor router but for the selection: query, then logits over the temperature."""
+    """Run a whole anchor router but the selection: query, then logits over the temperature."""
     projection, gain, anchors = parts
     return anchor_logits(routing_query(x, projection, gain, score), anchors, score)
 
@@ -98,7 +98,7 @@ def route(
     normalize: bool = False,
     routes: Int[Tensor, "T K"] | None = None,
 ) -> Routed:
-    """A whole anchor router: query, logits over the temperature, softmax and top-k.
+    """Run a whole anchor router: query, logits over the temperature, softmax and top-k.
 
     The fused forms read x once and hold no [T, N, H] tensor. ``routes``: see ``softmax_top_k``.
     """

@@ -13,45 +13,43 @@ from torch import Tensor
 
 from l2r.functional.selection import softmax_weights
 from l2r.kernels import plain
-from l2r.kernels.contract import Options, Results, Tensors, inputs_of
+from l2r.kernels.contract import INPUTS, Options, Tensors
 
 
 def plain_grads(
-    tensors: Tensors, up: Results, options: Options, needed: Iterable[bool]
+    tensors: Tensors, up: Tensors, options: Options, needed: Iterable[bool]
 ) -> list[Tensor | None]:
     """Recompute a call by plain code, with the same chosen experts, and differentiate it.
 
-    ``tensors``: inputs and results of the call; ``up``: gradients of its results; ``needed``:
-    which inputs, in the order of ``Inputs``, need a gradient. The gradients are in that order.
+    ``tensors``: inputs and results of the call; ``up``: gradients of its logits and weights;
+    ``needed``: which inputs need a gradient. The gradients are in the order of the inputs.
     """
     with torch.enable_grad():
-        # One input may be made of another, |q| of q: gradients stop at a view of each.
+        # One input may be made of another: gradients stop at a view of each.
         given = Tensors(*[None if tensor is None else tensor.view_as(tensor) for tensor in tensors])
         results = _recomputed(given, options)
         pairs = [
             (result.to(grad.dtype), grad)
-            for result, grad in zip(results, up, strict=True)
+            for result, grad in zip(results, (up.logits, up.weights), strict=True)
             if result is not None and grad is not None
         ]
         outputs, upstream = zip(*pairs, strict=True)
         flags = list(needed)
-        inputs = zip(inputs_of(given), flags, strict=True)
+        inputs = zip(given[:INPUTS], flags, strict=True)
         wanted = [tensor for tensor, need in inputs if need and tensor is not None]
         grads = torch.autograd.grad(outputs, wanted, upstream, create_graph=True, allow_unused=True)
     in_order = iter(grads)
     return [next(in_order) if need else None for need in flags]
 
 
-def _recomputed(t: Tensors, options: Options) -> Results:
-    """The differentiable results of a call, made of its inputs by plain code."""
-    query, logits, weights = t.query, t.logits, None
+def _recomputed(t: Tensors, options: Options) -> tuple[Tensor, Tensor | None]:
+    """Logits and weights of a call, made of its inputs by plain code."""
+    logits, weights = t.logits, None
     if t.x is not None:
-        assert t.weight is not None
-        query = plain.routing_query(t.x, t.weight, t.gain, options.score)
-    if t.anchors is not None:
-        assert query is not None
-        logits = plain.anchor_logits(query, t.anchors, options.score, t.rho_hat)
+        assert t.weight is not None and t.anchors is not None
+        logits = plain.route_logits(t.x, (t.weight, t.gain, t.anchors), options.score)
+    assert logits is not None
     if options.top_k:
-        assert logits is not None and t.indices is not None
+        assert t.indices is not None
         weights = softmax_weights(logits, t.indices, normalize=options.normalize)
-    return Results(query=query, logits=logits, weights=weights)
+    return logits, weights

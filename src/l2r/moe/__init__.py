@@ -3,7 +3,6 @@
 Imports routers/ and below. Begin at layer.py.
 """
 
-from l2r.moe.experts import Experts
-from l2r.moe.layer import MoELayer
+from l2r.moe.layer import Experts, MoELayer
 
 __all__ = ["Experts", "MoELayer"]

@@ -66,7 +66,7 @@ def _in_parts(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _only_shapes(x: Tensor) -> bool:
-    """Whether only shapes are computed: inside a compiler, or for a tensor without storage."""
+    """Tell whether only shapes are computed: inside a compiler, or for a tensor without storage."""
     return torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor)
 
 
@@ -90,7 +90,7 @@ def _aligned(tensor: Tensor, *, rows: bool = False) -> Tensor:
 
 @torch.library.custom_op("l2r::grouped_linear", mutates_args=())
 def _as_operation(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The product as one operation with shape rules for every dtype."""
+    """Register the product as one operation with shape rules for every dtype."""
     return grouped_linear(x, weight, ends).contiguous()
 
 

@@ -31,7 +31,7 @@ class ByExpert(NamedTuple):
 
     def spread(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "S D"]:
         """Rows of x in the order of the assignments."""
-        # A decode step is spared the autograd function, which transforms of torch.func refuse.
+        # Skip the Function: torch.func rejects it, and decoding needs no gradient.
         if not torch.is_grad_enabled() or transformed():
             return x.index_select(0, self.token)
         rows: Tensor = _Spread.apply(x, self.token, self.order)  # type: ignore[no-untyped-call]
@@ -87,7 +87,7 @@ class ByRow(NamedTuple):
 def assign(
     x: Float[Tensor, "T D"], indices: Int[Tensor, "T K"], num_experts: int
 ) -> ByExpert | ByRow:
-    """The dispatch plan of a layer: rows sorted by expert, or one by one if few."""
+    """Plan the dispatch of a layer: rows sorted by expert, or one by one if few."""
     if x.device.type == "cpu" and 0 < indices.numel() <= num_experts and _only_inference(x):
         return ByRow(indices.flatten(), indices.flatten().tolist())
     return by_expert(indices, num_experts)
@@ -145,13 +145,13 @@ class _Combine(torch.autograd.Function):
 
 
 def _weighted(rows: Tensor, weights: Tensor) -> Tensor:
-    """For every token the sum of its K rows, which follow each other, times its weights."""
+    """Sum every token's K rows, which follow each other, times its weights."""
     by_token = rows.view(*weights.shape, rows.shape[1])
     return (weights.unsqueeze(1) @ by_token).squeeze(1)
 
 
 def _sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
-    """For every token the sum of the rows at its K places, times its weights."""
+    """Sum every token's rows at its K places, times its weights."""
     if places.shape[0] == 0:
         return rows.new_zeros(0, rows.shape[1])
     return torch.nn.functional.embedding_bag(

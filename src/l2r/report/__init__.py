@@ -1,5 +1,5 @@
-"""Figures, tables and one self-contained HTML page; reads run folders, never imports torch.
+"""Figures, tables and self-contained HTML pages of a checkpoint; never imports torch.
 
-Imports runs/ and stats/ only. Begin at the file of a command: comparison.py (`l2r compare`, `make
-demo`), diagnosis.py, sweep.py, evidence.py, mismatch.py; page.py is the frame of all pages.
+Imports files/ and stats/ only. Begin at diagnosis.py, mismatch.py or text_view.py; page.py is the
+frame of all pages.
 """

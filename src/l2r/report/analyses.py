@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from l2r.files.diagnosis import Diagnosis
 from l2r.report.page import Section
 from l2r.report.routing import (
     USAGE_TITLES,
@@ -20,7 +21,6 @@ from l2r.report.specialization import (
     specialization_by_layer,
 )
 from l2r.report.tables import Table
-from l2r.runs.diagnosis import Diagnosis
 
 _SPECIALIZATION = (
     "Shares of a domain's or a word's tokens that go to the expert they go to most (OLMoE's "
@@ -35,7 +35,7 @@ _AGREEMENT = (
 
 
 def routing_sections(views: Mapping[str, Diagnosis]) -> list[Section]:
-    """For every page: what every diagnosis has."""
+    """Make the sections that every page has, from what every diagnosis has."""
     usage = [usage_by_layer(views, kind) for kind in USAGE_TITLES]
     sections = [
         Section("Margins and robustness", parts=[robustness_bars(views)]),
@@ -48,7 +48,7 @@ def routing_sections(views: Mapping[str, Diagnosis]) -> list[Section]:
 
 
 def analysis_sections(views: Mapping[str, Diagnosis], *, details: bool) -> list[Section]:
-    """For every page too; ``details`` adds what is one figure per checkpoint."""
+    """Make the sections on noted choices; ``details`` adds figures of each checkpoint."""
     sections = []
     gained = {name: view for name, view in views.items() if "routing_gain" in view.numbers()}
     if gained:

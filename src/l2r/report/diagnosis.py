@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from l2r.files.diagnosis import Diagnosis
 from l2r.report.analyses import analysis_sections, routing_sections
 from l2r.report.geometry import cosine_variance_bars, pca_scatter, routing_planes
 from l2r.report.page import Key, Section, write_page
@@ -11,7 +12,6 @@ from l2r.report.palette import EXPERTS, INK
 from l2r.report.routing import certified_curves
 from l2r.report.tables import Table
 from l2r.report.verdicts import ever_first, of_checkpoints, span
-from l2r.runs.diagnosis import Diagnosis
 
 _Fields = Mapping[str, str]  # column -> field
 _Group = tuple[str, _Fields, str]  # title, columns and what they mean
@@ -199,7 +199,7 @@ def _version() -> str:
 
 
 def _groups_of(rows: Mapping[str, Mapping[str, Any]]) -> list[_Group]:
-    """Groups of which the rows have a number."""
+    """Return the groups of columns for which the rows have a number."""
     fields = set[str]().union(*rows.values())
     return [group for group in _GROUPS if any(field in fields for field in group[1].values())]
 
@@ -232,7 +232,7 @@ def _certified(views: Mapping[str, Diagnosis]) -> list[Section]:
 
 
 def _is_certified(view: Diagnosis) -> bool:
-    """Whether all layers have radii, which may be infinite: their medians are then not in means."""
+    """Tell whether all layers have radii; infinite ones have no median among the means."""
     return all(f"{layer}.certified_top1" in view.arrays for layer in range(len(view.layers)))
 
 

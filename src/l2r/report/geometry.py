@@ -7,9 +7,9 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from plotly.subplots import make_subplots
 
+from l2r.files.diagnosis import Diagnosis
 from l2r.report.palette import INK, router_color
 from l2r.report.style import expert_axis, layout, panel_figure
-from l2r.runs.diagnosis import Diagnosis
 
 _POINTS = 600  # tokens drawn per panel
 _ISOTROPIC_2D = 0.5
@@ -32,18 +32,28 @@ def principal_axes(
     return centerd @ vectors[:, order], shares
 
 
+Panel = tuple[str, Diagnosis, int, str]  # title, diagnosis, layer, and the space x or q
+_SPACES = {"x": "sample_x", "q": "sample_query"}
+
+
 def pca_scatter(view: Diagnosis, layers: Sequence[int]) -> go.Figure:
-    """Tokens of each layer, x above q where it has one; color is the first expert.
+    """Tokens of each layer, x above q where it has one; color is the first expert."""
+    rows = [
+        [(space, view, layer, space) for layer in layers if f"{layer}.{name}" in view.arrays]
+        for space, name in _SPACES.items()
+    ]
+    return pca_panels([row for row in rows if row])
+
+
+def pca_panels(rows: Sequence[Sequence[Panel]]) -> go.Figure:
+    """Draw tokens of a layer in each panel on their two main axes; color is the first expert.
 
     Axes leave out the outermost percent on each side (scroll or double-click to see it).
     """
-    rows = [
-        (space, name, having)
-        for space, name in (("x", "sample_x"), ("q", "sample_query"))
-        if (having := [layer for layer in layers if f"{layer}.{name}" in view.arrays])
+    titles = [
+        f"{title}, layer {view.label(layer)}" for row in rows for title, view, layer, _ in row
     ]
-    titles = [f"{space}, layer {view.label(i)}" for space, _, having in rows for i in having]
-    columns = max(len(having) for _, _, having in rows)
+    columns = max(map(len, rows))
     figure = make_subplots(
         rows=len(rows),
         cols=columns,
@@ -51,9 +61,11 @@ def pca_scatter(view: Diagnosis, layers: Sequence[int]) -> go.Figure:
         horizontal_spacing=0.08,
         vertical_spacing=0.2 / len(rows),
     )
-    for number, (_, name, having) in enumerate(rows, start=1):
-        for column, layer in enumerate(having, start=1):
-            points = view.array(layer, name)
+    experts = 0
+    for number, row in enumerate(rows, start=1):
+        for column, (_, view, layer, space) in enumerate(row, start=1):
+            experts = max(experts, view.info["experts"])
+            points = view.array(layer, _SPACES[space])
             finite = np.isfinite(points).all(axis=1)
             flat, shares = principal_axes(points[finite])
             first = view.array(layer, "sample_first")[finite][:_POINTS]
@@ -76,7 +88,7 @@ def pca_scatter(view: Diagnosis, layers: Sequence[int]) -> go.Figure:
             place = {"title_standoff": 4, "row": number, "col": column}
             figure.update_xaxes(title_text=names[0], range=_most(flat[:, 0]), **place)
             figure.update_yaxes(title_text=names[1], range=_most(flat[:, 1]), **place)
-    bar = expert_axis(view.info["experts"], "first expert", len=0.9)
+    bar = expert_axis(experts, "first expert", len=0.9)
     high = 60 + 400 * len(rows)
     figure.update_layout(**layout(wide=340 * columns, height=high, coloraxis=bar))
     return figure

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from l2r.report.script_page import write_script_page
+from l2r.files.mismatch import LARGE, NO_STATEMENT, Mismatch
+from l2r.report.page import write_script_page
 from l2r.report.tables import Table
-from l2r.runs.mismatch import LARGE, NO_STATEMENT, Mismatch
 
 _SHOWN = 1024  # tokens of the page's text
 _NAMES = {
@@ -21,7 +21,7 @@ _NAMES = {
 
 
 def verdict(result: Mismatch, against: str) -> str:
-    """A few sentences: how many tokens differ, what it costs, and what replayed routes change."""
+    """Say how many tokens differ, what it costs, and what replayed routes change."""
     totals, costs = result.totals(), result.costs()
     share = totals["tokens_changed"]
     if share is None:
@@ -110,13 +110,13 @@ def tables(result: Mismatch, against: str) -> list[Table]:
 
 
 def write_mismatch(path: Path, result: Mismatch, *, name: str, against: str) -> Path:
-    """The page of one comparison; ``name`` is the reference's."""
+    """Write the page of one comparison; ``name`` is the reference's."""
     title = f"Routes of {name} against {_NAMES.get(against, Path(against).name)}"
     return write_script_page(path, "mismatch", title=title, data=page_data(result, title, against))
 
 
 def page_data(result: Mismatch, title: str, against: str) -> dict[str, Any]:
-    """Data of the page's script: words, sums, and the first tokens of each domain."""
+    """Collect the data of the page's script: words, sums, and the first tokens of each domain."""
     shown = _shown_rows(result)
     starts = np.cumsum(result.lengths) - result.lengths
     columns = min(int(result.lengths.max()), max(1, _SHOWN // max(1, len(shown))))
@@ -190,7 +190,8 @@ def _cells(table: Table) -> list[list[str]]:
 def _percent(share: float | None) -> str | None:
     if share is None:
         return None
-    return f"{100 * share:.2f}%" if share < 0.1 else f"{100 * share:.1f}%"
+    fine = share < 0.1 or 0.999 < share < 1  # one choice that changed is not 100.0% kept
+    return f"{100 * share:.2f}%" if fine else f"{100 * share:.1f}%"
 
 
 def _small(value: float | None) -> str | None:

@@ -4,16 +4,20 @@ from typing import Any
 
 import numpy as np
 
+from l2r.files.arrays import TextRouting
+from l2r.files.diagnosis import block_number
+from l2r.files.wording import printable
 from l2r.report.tables import Table
 from l2r.report.verdicts import span
-from l2r.runs.diagnosis import block_number
-from l2r.runs.text_routing import TextRouting
 
 _TOKENS, _LAYERS = 24, 5  # of a terminal
 
 
-def own_text_table(routing: TextRouting, name: str) -> Table:
-    """First experts of the first tokens in five layers at most, with the verdict of the text."""
+def own_text_table(routing: TextRouting, name: str, written: int | None = None) -> Table:
+    """First experts of the first tokens in five layers at most, with the verdict of the text.
+
+    written: position of the first token that the model wrote; the verdict quotes what it wrote.
+    """
     depth = len(routing.layers)
     layers = sorted({round(n * (depth - 1) / (_LAYERS - 1)) for n in range(_LAYERS)})
     first = routing.experts[..., 0].reshape(depth, -1)
@@ -28,19 +32,25 @@ def own_text_table(routing: TextRouting, name: str) -> Table:
         f"{name}: the {len(pieces)} tokens go first to {span(used)} of "
         f"{routing.contexts.shape[1]} experts by layer."
     )
+    if written is not None:
+        verdict += f" It wrote: {printable(''.join(pieces[written:]))}"
     left = len(pieces) - len(rows)
     caption = f"First experts. {left} more tokens: --json, or the page." if left else ""
     return Table("", columns, tuple(rows), caption or "First experts.", verdict=verdict)
 
 
-def own_text_records(routing: TextRouting) -> list[dict[str, Any]]:
-    """Every token with its experts and weights in every layer, for programs."""
+def own_text_records(routing: TextRouting, written: int | None = None) -> list[dict[str, Any]]:
+    """Every token with its experts and weights in every layer, for programs.
+
+    written: position of the first token that the model wrote; None where it wrote none.
+    """
     depth, k = len(routing.layers), routing.experts.shape[-1]
     experts = routing.experts.reshape(depth, -1, k).swapaxes(0, 1)
     weights = routing.weights.reshape(depth, -1, k).swapaxes(0, 1)
     return [
         {"token": piece, "experts": e.tolist(), "weights": w.tolist()}
-        for piece, e, w in zip(_pieces(routing), experts, weights, strict=True)
+        | ({} if written is None else {"written": n >= written})
+        for n, (piece, e, w) in enumerate(zip(_pieces(routing), experts, weights, strict=True))
     ]
 
 
@@ -51,7 +61,7 @@ def _pieces(routing: TextRouting) -> list[str]:
 
 
 def _number(routing: TextRouting, layer: int) -> str:
-    """Number of a layer as the model counts its blocks; its position where two have the same."""
+    """Return a layer's number as the model counts blocks; its position if two have the same."""
     blocks = [block_number(str(name)) for name in routing.layers]
     unique = len({*blocks} - {None}) == len(blocks)
     return str(blocks[layer]) if unique else str(layer)

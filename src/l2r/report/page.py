@@ -1,17 +1,30 @@
-"""One self-contained HTML page from titled sections of text, tables and plotly figures."""
+"""Self-contained HTML pages: titled sections of tables and figures, or drawn by our own script.
 
+Every page has a content security policy: the scripts that we wrote run, and no other. Text of a
+stranger is escaped wherever it stands. Should one place be missed, the browser still runs nothing
+of it, and loads nothing from anywhere.
+"""
+
+import base64
+import hashlib
 import html
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from l2r.report.policy import policy, scripts_of
+from l2r.files.atomic import plain_json, write_text
 from l2r.report.tables import Table, prose
 from l2r.report.verdicts import Verdict
-from l2r.runs.atomic import write_text
+
+_SCRIPT = re.compile(r"<script\b[^>]*>(.*?)</script>", re.DOTALL)
+_REST = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
+    "form-action 'none'"
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +84,7 @@ def write_page(
 
 
 def style(name: str) -> str:
-    """A style sheet of this package."""
+    """Read a style sheet of this package."""
     return files("l2r.report").joinpath(f"{name}.css").read_text(encoding="utf-8")
 
 
@@ -83,7 +96,7 @@ def _head(verdict: Verdict | None) -> str:
 
 
 def section_html(sections: Sequence[Section]) -> tuple[str, list[str]]:
-    """The sections as they stand in a page, and their scripts; the first figure brings plotly's."""
+    """Render sections and their scripts; the first figure brings plotly's script."""
     body, script, scripts = "", True, list[str]()
     for number, section in enumerate(sections):
         body += f"<h2 id='section-{number}'>{html.escape(section.title)}</h2>"
@@ -113,3 +126,57 @@ def _key(key: Key) -> str:
         paint = "background" if shape == "box" else "border-color"
         items += f"<li><i{kind} style='{paint}:{color}'></i>{html.escape(meaning)}</li>"
     return f"<ul class='key'>{items}</ul>"
+
+
+def write_script_page(
+    path: Path,
+    name: str,
+    *,
+    title: str,
+    data: dict[str, Any],
+    libraries: Sequence[str] = (),
+    figures: str = "",
+    drawing: Sequence[str] = (),
+    package: str = "l2r.report",
+) -> Path:
+    """Write the page; ``libraries`` are scripts before its own.
+
+    ``figures`` is HTML below it, ``drawing`` its scripts. ``package`` holds the files of the page,
+    ``name`` with .html, .css and .js, and the libraries.
+    """
+    shared, own = files("l2r.report"), files(package)
+
+    def read(file: str) -> str:
+        of_page = file.partition(".")[0] in (name, *libraries)
+        return ((own if of_page else shared) / file).read_text(encoding="utf-8")
+
+    script = "".join(read(f"{file}.js") for file in ("script_page", *libraries, name))
+    fill = {
+        # As it stands between the tags of script_page.html.
+        "/*POLICY*/": policy([f"\n{script}\n", *drawing]),
+        "/*TITLE*/": html.escape(title),
+        "/*STYLE*/": "".join(read(f"{file}.css") for file in ("theme", "script_page", name)),
+        "/*DATA*/": plain_json(data, indent=None).replace("<", "\\u003c"),
+        "/*SCRIPT*/": script,
+        "/*FIGURES*/": figures,
+    }
+    page = read("script_page.html").replace("/*BODY*/", read(f"{name}.html"))
+    # In one pass: names and text may hold such a mark.
+    write_text(path, re.sub(r"/\*[A-Z]+\*/", lambda mark: fill[mark[0]], page))
+    return path
+
+
+def scripts_of(html: str) -> list[str]:
+    """Texts of the scripts in HTML that we, or plotly, wrote."""
+    return _SCRIPT.findall(html)
+
+
+def policy(scripts: Iterable[str]) -> str:
+    """Write the ``<meta>`` of a page with these scripts: exactly the text between their tags."""
+    sources = {f"'sha256-{_digest(script)}'": None for script in scripts} or {"'none'": None}
+    content = f"script-src {' '.join(sources)}; {_REST}"
+    return f'<meta http-equiv="Content-Security-Policy" content="{content}">'
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -3,8 +3,8 @@
 import colorsys
 from collections.abc import Sequence
 
-from l2r.runs.router_names import PAPER_ROUTERS
-from l2r.runs.spelling import known_as
+from l2r.files.shared_settings import PAPER_ROUTERS
+from l2r.files.wording import known_as
 
 # Of texts and lines inside of figures: readable on white and on the dark page.
 INK = "#7b8794"
@@ -12,6 +12,7 @@ INK = "#7b8794"
 # Okabe and Ito's hues, one per router.
 _ROUTERS = (INK, "#56b4e9", "#e69f00", "#cc79a7", "#009e73", "#d55e00")
 ROUTER_COLORS = dict(zip(PAPER_ROUTERS, _ROUTERS, strict=True))
+_TITLES = {title: router for router, title in PAPER_ROUTERS.items()}
 _ALIASES = {"l2r": "l2r_sips"}  # as plans call them
 _SPARE = ("#0072b2", "#b8a000", "#8b5cf6", "#be185d", "#a16207", "#4d7c0f")
 _DASHES = ("solid", "dash", "dot", "dashdot")
@@ -23,20 +24,23 @@ EXPERTS = (
     "#df8020", "#9f60ff", "#808060", "#800040", "#bf9fff", "#20ffbf", "#df9fbf", "#006060",
 )  # fmt: skip
 
-# Green better, orange worse, blue equivalent, gray undecided.
+# Green better, orange worse, blue equivalent, gray neither.
 VERDICT_COLORS = {
     "better": "#009e73",
     "worse": "#d55e00",
     "equivalent": "#0072b2",
-    "undecided": INK,
+    "no verdict": INK,
 }
 
 
 def router_of(name: str) -> str | None:
-    """The router that a run, an arm or a contender is called after; None for another name.
+    """Find the router that a run, an arm or a contender is named after; None without one.
 
-    ``l2r-sips``, ``l2r_sips.seed-1`` and ``l2r_sips_tuned`` are of l2r_sips, ``l2r-best`` too.
+    ``l2r-sips``, ``l2r_sips.seed-1`` and ``l2r_sips_tuned`` are of l2r_sips, ``l2r-best`` and
+    the paper's ``L2R (SIPS)`` too.
     """
+    if name in _TITLES:
+        return _TITLES[name]
     plain = name.partition(".")[0].partition("/")[-1] or name.partition(".")[0]
     names = (*ROUTER_COLORS, *_ALIASES)
     whole = known_as(plain, names)
@@ -59,12 +63,15 @@ def router_dash(name: str, position: int = 0) -> str:
     router = router_of(name)
     if router is None:
         return _DASHES[position // len(_SPARE) % len(_DASHES)]
-    plain = known_as(name, (*ROUTER_COLORS, *_ALIASES)) in (*ROUTER_COLORS, *_ALIASES)
+    plain = name in _TITLES or known_as(name, (*ROUTER_COLORS, *_ALIASES)) in (
+        *ROUTER_COLORS,
+        *_ALIASES,
+    )
     return _DASHES[0 if plain else 1 + position % 3]
 
 
 def expert_colors(count: int) -> list[str]:
-    """A color per expert: sixteen far apart; of more, one hue per cluster of neighbors.
+    """Choose a color per expert: sixteen far apart; of more, one hue per cluster of neighbors.
 
     Experts of a cluster differ in lightness, and figures say the number on hover.
     """
@@ -75,7 +82,7 @@ def expert_colors(count: int) -> list[str]:
 
 
 def layer_colors(depth: int) -> list[str]:
-    """Along one scale (Viridis, without its ends, which fade on a page), first layer to last."""
+    """Color the layers along Viridis, first to last, without its ends, which fade on a page."""
     from plotly.colors import sample_colorscale
 
     ends = [0.3 + 0.45 * n / max(1, depth - 1) for n in range(depth)]
@@ -91,7 +98,7 @@ def ink_on(color: str) -> str:
 
 
 def stepped(colors: Sequence[str]) -> list[list[float | str]]:
-    """A color scale of plotly with one flat part per color."""
+    """Make a color scale of plotly with one flat part per color."""
     scale: list[list[float | str]] = []
     for number, color in enumerate(colors):
         scale += [[number / len(colors), color], [(number + 1) / len(colors), color]]
@@ -99,7 +106,7 @@ def stepped(colors: Sequence[str]) -> list[list[float | str]]:
 
 
 def _lightened(color: str, step: int, steps: int) -> str:
-    """The color with another lightness; one step and the next are far apart, dark next to light."""
+    """Change the lightness of a color; one step and the next are far apart, dark next to light."""
     step = step // 2 + (step % 2) * -(-steps // 2)
     red, green, blue = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
     hue, light, strength = colorsys.rgb_to_hls(red, green, blue)

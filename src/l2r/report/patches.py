@@ -10,12 +10,12 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from l2r.errors import InputError
+from l2r.files.arrays import PatchRouting
+from l2r.files.diagnosis import block_number
+from l2r.files.folder import RunFolder
 from l2r.report.page import Link, Section, write_page
 from l2r.report.style import expert_axis, layout
 from l2r.report.verdicts import Verdict, span
-from l2r.runs.diagnosis import block_number
-from l2r.runs.folder import RunFolder
-from l2r.runs.patches import PatchRouting
 
 _HOW_TO_READ = "Color: the expert with the largest weight. Point at a patch to see all its experts."
 _TILE = 150  # pixels per drawn image
@@ -42,7 +42,7 @@ def patch_sections(runs: Sequence[RunFolder]) -> list[Section]:
 
 
 def patch_links(pages: Sequence[Path], folder: Path) -> list[Section]:
-    """The section that leads from a page in ``folder`` to the patches of its checkpoints."""
+    """Link a page in ``folder`` to the patches of its checkpoints, in a section."""
     links = [
         Link(page.relative_to(folder).as_posix(), f"Patches of {page.parent.name}")
         for page in pages

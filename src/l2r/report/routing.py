@@ -1,4 +1,4 @@
-"""Several runs side by side: use of experts by layer and by domain, robustness, routing gain."""
+"""Figures of runs side by side: use of experts by layer and by domain, robustness, routing gain."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from l2r.files.diagnosis import Array, Diagnosis
 from l2r.report.palette import INK, router_color
 from l2r.report.style import layout, panel_figure
-from l2r.runs.diagnosis import Array, Diagnosis
 
 # Blue below an even share, white at 1, red above; the scale runs from 0 to 3.
 _AROUND_ONE = [
@@ -32,6 +32,17 @@ def usage_by_layer(views: Mapping[str, Diagnosis], kind: str) -> go.Figure:
     grids = {name: _relative(view.by_layer(kind)) for name, view in views.items()}
     labels = {n: [v.label(i) for i in range(len(v.layers))] for n, v in views.items()}
     return _heatmaps(grids, labels, USAGE_TITLES[kind], "layer")
+
+
+def usage_of_each(views: Mapping[str, Diagnosis]) -> go.Figure:
+    """Draw a row per run: top-1 and top-k frequency and importance, layer x expert."""
+    grids, labels = {}, {}
+    for name, view in views.items():
+        for kind, title in USAGE_TITLES.items():
+            panel = f"{name}: {title.partition(' (')[0]}"
+            grids[panel] = _relative(view.by_layer(kind))
+            labels[panel] = [view.label(i) for i in range(len(view.layers))]
+    return _heatmaps(grids, labels, "Expert usage", "layer")
 
 
 def drawn_domains(view: Diagnosis) -> list[int]:
@@ -74,7 +85,7 @@ def gain_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
 
 
 def _bars(views: Mapping[str, Diagnosis], fields: Mapping[str, str], title: str) -> go.Figure:
-    """A panel per number, a bar per run; intervals are means over layers of theirs."""
+    """Draw a panel per number, a bar per run; intervals are means over layers of theirs."""
     figure, places = panel_figure(list(fields.values()), len(fields))
     for place, field in zip(places, fields, strict=True):
         values = [view.numbers().get(field) for view in views.values()]
@@ -89,22 +100,23 @@ def _bars(views: Mapping[str, Diagnosis], fields: Mapping[str, str], title: str)
             x=list(views),
             y=values,
             error_y=error,
-            text=["" if value is None else f"{value:.3f}" for value in values],
+            text=["" if value is None else f"{value:.3g}" for value in values],
             textposition="outside",
             cliponaxis=False,
             marker_color=[router_color(name, i) for i, name in enumerate(views)],
             showlegend=False,
             **place,
         )
-        figure.update_yaxes(range=_reach([v for v in values if v is not None], error), **place)
-    letters = 8 * max(map(len, fields.values()))  # of a panel's title
+        shown = _reach([v for v in values if v is not None], error)
+        figure.update_yaxes(range=shown, exponentformat="e", **place)
+    letters = 10 * max(map(len, fields.values()))  # of a panel's title
     wide = max(70 * len(views) + 60, 200, letters) * len(fields)
     figure.update_layout(**layout(wide=wide, height=380, title=title, margin={"t": 90, "b": 90}))
     return figure
 
 
 def _reach(values: Sequence[float], error: Mapping[str, Any] | None) -> list[float] | None:
-    """Ends of an axis on which the bars differ visibly: from 0 where they differ by a fifth.
+    """Choose an axis on which the bars differ visibly: from 0 if they differ by a fifth.
 
     Where all are closer than that, the axis begins below the least; where nothing differs, at 0.
     """
@@ -214,6 +226,6 @@ def _heatmaps(
 
 
 def _noise(view: Diagnosis) -> float:
-    """The usual norm of the stability test's noise, sigma * sqrt(d)."""
+    """Return the usual norm of the stability test's noise, sigma * sqrt(d)."""
     hidden = view.array(0, "sample_x").shape[1]
     return round(float(view.info["settings"]["sigma"] * hidden**0.5), 6)

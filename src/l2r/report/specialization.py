@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from l2r.files.diagnosis import Diagnosis, agree
 from l2r.report.palette import expert_colors, layer_colors
 from l2r.report.routing import drawn_domains
 from l2r.report.style import layout, line_style, panel_figure
-from l2r.runs.diagnosis import Diagnosis, agree
 
 # number of a layer -> title and axis of its panel
 _PANELS = {
@@ -23,7 +23,7 @@ _PANELS = {
 
 
 def specialization_by_layer(views: Mapping[str, Diagnosis]) -> go.Figure:
-    """A panel per number: lines over layers, with chance as a dotted line and its 95% band."""
+    """Draw a panel per number: lines over layers, chance as a dotted line with its 95% band."""
     names = {name for view in views.values() for layer in view.layers for name in layer}
     fields = [field for field in _PANELS if field in names]
     figure, places = panel_figure([_PANELS[field][0] for field in fields], 3)

@@ -30,7 +30,7 @@ def expert_axis(count: int, title: str, **colorbar: Any) -> dict[str, Any]:
 
 
 def panel_figure(titles: Sequence[str], across: int, **options: Any) -> tuple[go.Figure, list[Any]]:
-    """A figure with a panel per title, at most ``across`` in a row, and the place of each."""
+    """Make a figure with a panel per title, ``across`` in a row at most; also each one's place."""
     columns = min(across, len(titles))
     rows = -(-len(titles) // columns)
     figure = make_subplots(rows=rows, cols=columns, subplot_titles=list(titles), **options)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from l2r.runs.markdown import one_cell
+from l2r.files.wording import one_cell
 
 NUMBER = re.compile(r"[-+]?\d\S*$")  # a column never breaks it, as at the hyphen of 2.9e-06
 
@@ -44,11 +44,11 @@ class Table:
             return f"{value:.{self.digits}f}"
         return f"{value:,}" if isinstance(value, int) else str(value)
 
-    def brief(self, most: int = 6) -> "Table":
-        """The same in at most ``most`` columns with at most three decimals, for a terminal.
+    def brief(self, most: int = 6, *, whole: str = "--json") -> "Table":
+        """Cut the table to ``most`` columns and three decimals, for a terminal.
 
         The first column stays, then those of ``few`` that hold a value, in the table's order; the
-        caption then says how many others there are.
+        caption then names the others that hold a value, and ``whole``, where all are.
         """
         digits = min(self.digits, 3)
         if len(self.columns) <= most and not self.few:
@@ -58,15 +58,17 @@ class Table:
             for c, n in zip(self.columns, range(len(self.columns)), strict=True)
             if any(self.show(row[n]) != "-" for row in self.rows)
         ]
-        wanted = [c for c in self.few or self.columns[1:] if c in held and c != self.columns[0]]
+        few = dict.fromkeys(self.few or self.columns[1:])
+        wanted = [c for c in few if c in held and c != self.columns[0]]
         shown = {self.columns[0], *wanted[: most - 1]}
         places = [n for n, column in enumerate(self.columns) if column in shown]
-        left = len(self.columns) - len(places)
+        left = [column for column in held if column not in shown]
+        more = f"{len(left)} more column{'s' * (len(left) > 1)}: {', '.join(left)}. See {whole}."
         return replace(
             self,
             columns=tuple(self.columns[n] for n in places),
             rows=tuple(tuple(row[n] for n in places) for row in self.rows),
-            caption=f"{left} more column{'s' * (left > 1)}: --json." if left else self.caption,
+            caption=more if left else self.caption,
             digits=digits,
             best=(),
         )

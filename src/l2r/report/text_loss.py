@@ -6,7 +6,7 @@ from typing import Any
 
 from l2r.report.tables import Table
 
-Records = Mapping[str, Mapping[str, Mapping[str, Any]]]  # checkpoint or pair -> text -> numbers
+LossRecords = Mapping[str, Mapping[str, Mapping[str, Any]]]  # checkpoint or pair -> text -> numbers
 
 _CAPTION = (
     "Standard error and interval are of bits/byte, over documents. The first token of a document "
@@ -16,7 +16,7 @@ _DIFFERENCES = " Differences are over the same documents, by pairs."
 _OTHER_TOKENS = " Nats per token of different tokenizers are not comparable."
 
 
-def text_table(losses: Records, differences: Records) -> Table:
+def text_table(losses: LossRecords, differences: LossRecords) -> Table:
     """Numbers of every checkpoint on every text, then of every pair; both by name and text."""
     rows = [
         (name, text, *_numbers(values))
@@ -35,7 +35,7 @@ def text_table(losses: Records, differences: Records) -> Table:
     return Table("Loss on text", columns, tuple(rows), caption, few=few, verdict=verdict)
 
 
-def _verdict(losses: Records, differences: Records) -> str:
+def _verdict(losses: LossRecords, differences: LossRecords) -> str:
     """Bits per byte of one checkpoint, or how many differences from the first exclude 0."""
     texts = [(n, t, v["bits_per_byte"] or {}) for n, of in losses.items() for t, v in of.items()]
     if not differences:

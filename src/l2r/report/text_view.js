@@ -4,10 +4,17 @@
 
 const controls = { left: find("left"), right: find("right"), layer: find("layer") };
 const NONE = -1;
+const WRITTEN = "The model wrote the text behind this mark.";
 
 // What is on the screen: the panes, the token that has the focus, the expert chosen in each pane.
 let panes = [];
-let current = { pane: 0, token: 0 };
+let current = { pane: 0, row: 0, token: 0 };
+
+// A text of so few tokens is shown once per layer, one below the other; a longer one in the layer
+// of the slider.
+const stacked = data.texts.every((text) => text.shown.length * text.columns <= 400) &&
+  data.checkpoints.every(({ layers, text }) =>
+    layers.length * data.texts[text].shown.length * data.texts[text].columns <= 10000);
 
 // ---- reading ---------------------------------------------------------------------------------
 
@@ -25,8 +32,9 @@ const KINDS = {
 };
 
 // One layer of a checkpoint, decoded when it is first shown.
-function layerOf(checkpoint) {
-  const raw = checkpoint.layers[Math.min(controls.layer.valueAsNumber, checkpoint.layers.length - 1)];
+function layerOf({ checkpoint }, row = current.row) {
+  const number = stacked ? row : controls.layer.valueAsNumber;
+  const raw = checkpoint.layers[Math.min(number, checkpoint.layers.length - 1)];
   if (!raw.read) {
     raw.read = { experts: numbers(raw.experts, checkpoint.experts > 256 ? Uint16Array : Uint8Array) };
     for (const [name, Kind] of Object.entries(KINDS)) raw.read[name] = numbers(raw[name], Kind);
@@ -71,12 +79,39 @@ function writeColors() {
 // The color of each expert of the first checkpoint; a click chooses it.
 function showKey() {
   const swatches = Array.from({ length: panes[0].checkpoint.experts }, (_, e) => {
-    const button = make("button", { type: "button", className: `swatch e${e}` }, String(e));
+    const button = make("button", { type: "button" }, String(e));
     button.setAttribute("aria-label", `choose expert ${e}`);
     button.addEventListener("click", () => choose(0, panes[0].expert === e ? NONE : e));
     return button;
   });
   find("experts").replaceChildren("Experts ", ...swatches);
+}
+
+// The text once, passage by passage, at the end of ``root``: its tokens.
+function passagesOf(root, checkpoint, number, row) {
+  const text = data.texts[checkpoint.text];
+  const tokens = [];
+  let domain = null;
+  text.shown.forEach((place, n) => {
+    if (text.domain[place] !== domain) {
+      domain = text.domain[place];
+      if (!stacked) root.append(make("h3", {}, text.domains[domain]));
+    }
+    const passage = make("div", { className: "passage", role: "group" });
+    passage.setAttribute("aria-label", `${text.domains[domain]}, passage ${n + 1}`);
+    for (let c = 0; c < text.columns; c++) {
+      const piece = text.pieces[text.tokens[text.places[tokens.length]]];
+      const space = /^ +(?=\S)/.exec(piece)?.[0] ?? ""; // uncolored: it may hang at a line's end
+      const token = make("span", { tabIndex: -1 }, visible(piece.slice(space.length)));
+      token.setAttribute("role", "button");
+      token.place = { pane: number, row, token: tokens.length };
+      if (tokens.length === checkpoint.written) passage.append(make("b", { title: WRITTEN }, "▸"));
+      tokens.push(token);
+      passage.append(space, token, breaksAfter(piece));
+    }
+    root.append(passage);
+  });
+  return tokens;
 }
 
 function buildPane(checkpoint, number) {
@@ -87,27 +122,13 @@ function buildPane(checkpoint, number) {
   const heading = make("p", {}, about, make("label", {}, " Expert ", chooser));
   const root = make("section", { className: "pane", ariaLabel: checkpoint.name },
     make("h2", {}, checkpoint.name), heading);
-  const tokens = [];
-  let domain = null;
-  text.shown.forEach((row, n) => {
-    if (text.domain[row] !== domain) {
-      domain = text.domain[row];
-      root.append(make("h3", {}, text.domains[domain]));
-    }
-    const passage = make("div", { className: "passage", role: "group" });
-    passage.setAttribute("aria-label", `${text.domains[domain]}, passage ${n + 1}`);
-    for (let c = 0; c < text.columns; c++) {
-      const piece = text.pieces[text.tokens[text.places[tokens.length]]];
-      const space = /^ +(?=\S)/.exec(piece)?.[0] ?? ""; // uncolored: it may hang at a line's end
-      const token = make("span", { tabIndex: -1 }, visible(piece.slice(space.length)));
-      token.setAttribute("role", "button");
-      token.place = { pane: number, token: tokens.length };
-      tokens.push(token);
-      passage.append(space, token, breaksAfter(piece));
-    }
-    root.append(passage);
+  const depth = stacked ? checkpoint.layers.length : 1;
+  const rows = Array.from({ length: depth }, (_, row) => {
+    const label = make("p", { className: "finding" });
+    root.append(label);
+    return { label, tokens: passagesOf(root, checkpoint, number, row) };
   });
-  const pane = { checkpoint, text, root, about, chooser, tokens, expert: NONE };
+  const pane = { checkpoint, text, root, about, chooser, rows, expert: NONE };
   chooser.addEventListener("change", () => choose(number, Number(chooser.value)));
   return pane;
 }
@@ -119,7 +140,9 @@ function rebuild() {
   find("panes").replaceChildren(...panes.map((pane) => pane.root));
   controls.layer.max = Math.max(...panes.map((pane) => pane.checkpoint.layers.length)) - 1;
   current.pane = Math.min(current.pane, panes.length - 1);
-  current.token = Math.min(current.token, panes[current.pane].tokens.length - 1);
+  const { rows } = panes[current.pane];
+  current.row = Math.min(current.row, rows.length - 1);
+  current.token = Math.min(current.token, rows[current.row].tokens.length - 1);
   showKey();
   paint();
 }
@@ -127,32 +150,44 @@ function rebuild() {
 // Colors and frames of every token, then what stands beside the text.
 function paint() {
   for (const pane of panes) {
-    const { checkpoint, tokens, expert } = pane;
-    const layer = layerOf(checkpoint);
+    const { checkpoint, expert } = pane;
     const k = checkpoint.chosen;
-    for (let i = 0; i < tokens.length; i++) {
-      const first = layer.experts[i * k];
-      let name = `t e${first}`;
-      if (expert !== NONE) {
-        if (first === expert) name += " first";
-        else if (layer.experts.subarray(i * k, (i + 1) * k).includes(expert)) name += " among";
+    pane.rows.forEach(({ label, tokens }, row) => {
+      const layer = layerOf(pane, row);
+      for (let i = 0; i < tokens.length; i++) {
+        const first = layer.experts[i * k];
+        let name = `t e${layer.colors[first]}`;
+        if (expert !== NONE) {
+          if (first === expert) name += " first";
+          else if (layer.experts.subarray(i * k, (i + 1) * k).includes(expert)) name += " among";
+        }
+        if (checkpoint.written !== NONE && i >= checkpoint.written) name += " written";
+        tokens[i].className = name;
+        tokens[i].dataset.e = first;
       }
-      tokens[i].className = name;
-      tokens[i].dataset.e = first;
-    }
+      label.replaceChildren(make("b", {}, `Layer ${blockOf(layer, row)}`), ` ${layer.finding}`);
+    });
     pane.root.classList.toggle("choosing", expert !== NONE);
-    pane.about.textContent = layer.name;
+    pane.about.textContent = stacked ? "" : layerOf(pane).name;
     pane.chooser.value = expert;
   }
+  find("experts").querySelectorAll("button").forEach((button, e) => {
+    button.className = `swatch e${layerOf(panes[0]).colors[e]}`;
+  });
   const depth = Number(controls.layer.max) + 1;
-  const block = /\.(\d+)\./.exec(layerOf(panes[0].checkpoint).name); // as the model counts them
   const number = controls.layer.valueAsNumber;
-  const name = `${block ? block[1] : number} (${number + 1} of ${depth})`;
+  const name = `${blockOf(layerOf(panes[0]), number)} (${number + 1} of ${depth})`;
   find("layer-number").textContent = name;
   controls.layer.setAttribute("aria-valuetext", name);
   mark();
   showToken(current);
   showExperts();
+}
+
+// The layer's number as the model counts its blocks, or its position.
+function blockOf({ name }, position) {
+  const block = /\.(\d+)\./.exec(name);
+  return block ? block[1] : position;
 }
 
 const together = ({ pane }) => panes.filter((p) => p.text === panes[pane].text);
@@ -163,16 +198,19 @@ function mark() {
     token.classList.remove("current", "partner");
     token.tabIndex = -1;
   }
-  for (const pane of together(current)) pane.tokens[current.token].classList.add("partner");
-  const own = panes[current.pane].tokens[current.token];
+  for (const pane of together(current)) {
+    const { tokens } = pane.rows[Math.min(current.row, pane.rows.length - 1)];
+    tokens[current.token].classList.add("partner");
+  }
+  const own = panes[current.pane].rows[current.row].tokens[current.token];
   own.classList.replace("partner", "current");
   own.tabIndex = 0;
   own.setAttribute("aria-label", spoken(current));
 }
 
-function spoken({ pane, token }) {
+function spoken({ pane, row, token }) {
   const { checkpoint, text } = panes[pane];
-  const told = choicesOf(checkpoint, layerOf(checkpoint), token)
+  const told = choicesOf(checkpoint, layerOf(panes[pane], row), token)
     .map(({ expert, weight }) => `expert ${expert} weight ${weight.toFixed(3)}`);
   return `${inline(text.pieces[text.tokens[text.places[token]]])}: ${told.join(", ")}`;
 }
@@ -184,19 +222,19 @@ function showToken(place) {
   const piece = text.pieces[text.tokens[text.places[place.token]]];
   find("token").replaceChildren(
     make("h2", {}, "Token ", make("span", { className: "piece" }, `“${inline(piece)}”`)),
-    make("div", { className: "beside" }, ...together(place).map((pane) => factsOf(pane, place.token))));
+    make("div", { className: "beside" }, ...together(place).map((pane) => factsOf(pane, place))));
 }
 
-function factsOf(pane, token) {
+function factsOf(pane, { row, token }) {
   const { checkpoint } = pane;
-  const layer = layerOf(checkpoint);
+  const layer = layerOf(pane, row);
   const number = panes.indexOf(pane);
-  const largest = Math.max(...panes.map((pane) => layerOf(pane.checkpoint).largest)); // one scale
+  const largest = Math.max(...panes.map((pane) => layerOf(pane, row).largest)); // one scale
   const table = make("table");
   for (const { expert, weight } of choicesOf(checkpoint, layer, token)) {
     const bar = make("i");
     bar.style.width = `${100 * weight / largest}%`;
-    const button = make("button", { type: "button", className: `swatch e${expert}` }, String(expert));
+    const button = make("button", { type: "button", className: `swatch e${layer.colors[expert]}` }, String(expert));
     button.setAttribute("aria-label", `expert ${expert} of ${checkpoint.name}`);
     button.addEventListener("click", () => choose(number, expert));
     table.append(make("tr", {}, make("td", {}, button),
@@ -225,8 +263,9 @@ function showExperts() {
   find("expert").replaceChildren(...(parts.length ? parts : [hint]));
 }
 
-function expertOf({ checkpoint, text, expert }) {
-  const layer = layerOf(checkpoint);
+function expertOf(pane) {
+  const { checkpoint, text, expert } = pane;
+  const layer = layerOf(pane);
   const row = (values, width) => values.subarray(expert * width, (expert + 1) * width);
   const contexts = make("ol", { className: "contexts" });
   row(layer.contexts, checkpoint.contexts).forEach((place, n) => {
@@ -244,7 +283,7 @@ function expertOf({ checkpoint, text, expert }) {
   });
   const none = () => make("p", {}, "No token went to it.");
   return [
-    make("h2", {}, make("span", { className: `swatch e${expert}` }, String(expert)),
+    make("h2", {}, make("span", { className: `swatch e${layer.colors[expert]}` }, String(expert)),
       `Expert ${expert} of ${checkpoint.name}`),
     make("h3", {}, "Contexts with its largest weights"),
     contexts.childElementCount ? contexts : none(),
@@ -273,15 +312,16 @@ function tokenAt(event) {
 }
 
 function go(place) {
-  const { tokens } = panes[place.pane];
+  const { rows } = panes[place.pane];
+  const { tokens } = rows[Math.max(0, Math.min(place.row, rows.length - 1))];
   const token = tokens[Math.max(0, Math.min(place.token, tokens.length - 1))];
   token.focus();
   token.scrollIntoView({ block: "nearest" });
 }
 
 // The token of the next line (step 1) or the line before (-1) that stands nearest.
-function acrossLines({ pane, token }, step) {
-  const { tokens } = panes[pane];
+function acrossLines({ pane, row, token }, step) {
+  const { tokens } = panes[pane].rows[row];
   // The last of its parts: the space before a word may hang at the end of the line above.
   const box = (i) => [...tokens[i].getClientRects()].at(-1);
   const here = box(token);
@@ -298,10 +338,11 @@ function acrossLines({ pane, token }, step) {
       best = i;
     }
   }
-  return { pane, token: best };
+  return { pane, row, token: best };
 }
 
 function moveLayer(step) {
+  if (stacked) return go({ ...current, row: current.row + step });
   controls.layer.valueAsNumber += step;
   paint();
 }
@@ -309,20 +350,20 @@ function moveLayer(step) {
 function pressed(event) {
   const place = tokenAt(event);
   if (!place || event.ctrlKey || event.metaKey || event.altKey) return;
-  const { pane, token } = place;
+  const { pane, row, token } = place;
   const { checkpoint, text } = panes[pane];
   const passage = token - token % text.columns;
   const chooseOf = (n) => {
-    const choices = choicesOf(checkpoint, layerOf(checkpoint), token);
+    const choices = choicesOf(checkpoint, layerOf(panes[pane], row), token);
     if (n < choices.length) choose(pane, choices[n].expert);
   };
   const actions = {
-    ArrowRight: () => go({ pane, token: token + 1 }),
-    ArrowLeft: () => go({ pane, token: token - 1 }),
+    ArrowRight: () => go({ pane, row, token: token + 1 }),
+    ArrowLeft: () => go({ pane, row, token: token - 1 }),
     ArrowDown: () => go(acrossLines(place, 1)),
     ArrowUp: () => go(acrossLines(place, -1)),
-    Home: () => go({ pane, token: passage }),
-    End: () => go({ pane, token: passage + text.columns - 1 }),
+    Home: () => go({ pane, row, token: passage }),
+    End: () => go({ pane, row, token: passage + text.columns - 1 }),
     Enter: () => chooseOf(0),
     " ": () => chooseOf(0),
     "+": () => moveLayer(1),
@@ -344,6 +385,8 @@ function start() {
   });
   controls.right.value = last > 0 && shared(last) ? last : NONE;
   writeColors();
+  find("headline").textContent = data.headline;
+  controls.layer.parentElement.hidden = stacked;
 
   followTheme();
   controls.left.addEventListener("change", rebuild);
@@ -360,6 +403,7 @@ function start() {
     current = place;
     mark();
     showToken(place);
+    if (stacked) showExperts();
   });
   // Pointing previews; away from the text the token that has the focus is shown again, so that
   // its experts can be reached with the mouse.

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from l2r.report.page import Link, Section
+from l2r.files.arrays import TextRouting
+from l2r.report.page import Link, Section, write_script_page
 from l2r.report.palette import expert_colors, ink_on
-from l2r.report.script_page import write_script_page
-from l2r.runs.text_routing import TextRouting
+from l2r.report.text_findings import colors_beside, finding, headline, same_tokens
 
-_MOST = 8  # checkpoints of one page
+_MAX_CHECKPOINTS = 8  # checkpoints of one page
 _BY_TOKEN = ("experts", "weights", "margin", "entropy", "radius")
 _KINDS = {
     **dict.fromkeys(("margin", "entropy", "radius", "context_weights"), "<f4"),
@@ -30,10 +30,12 @@ def text_sections(texts: Mapping[str, TextRouting], path: Path) -> list[Section]
     """Write the text page next to the page ``path``; the section that leads to it, if any."""
     if not texts:
         return []
-    shown = dict(list(texts.items())[:_MOST])
+    shown = dict(list(texts.items())[:_MAX_CHECKPOINTS])
     page = write_text_page(shown, text_page_of(path))
     names = ", ".join(shown)
-    more = f" (the first {_MOST} of {len(texts)})" if len(texts) > _MOST else ""
+    more = (
+        f" (the first {_MAX_CHECKPOINTS} of {len(texts)})" if len(texts) > _MAX_CHECKPOINTS else ""
+    )
     text = (
         f"Held-out text in the colors of its experts, layer by layer, for {names}{more}: point at "
         "a token to see its experts, choose an expert to see what it serves."
@@ -42,15 +44,21 @@ def text_sections(texts: Mapping[str, TextRouting], path: Path) -> list[Section]
 
 
 def text_page_of(path: Path) -> Path:
-    """The text page next to the page ``path``."""
+    """Name the text page next to the page ``path``."""
     return path.with_name(f"{path.stem}-text.html")
 
 
-def write_text_page(texts: Mapping[str, TextRouting], path: Path) -> Path:
-    """The page of one checkpoint or several, side by side where they read the same tokens."""
+def write_text_page(
+    texts: Mapping[str, TextRouting], path: Path, *, written: Mapping[str, int] | None = None
+) -> Path:
+    """Write the page of one checkpoint or several, side by side if they read the same tokens.
+
+    written: position of the first token that the model of that name wrote itself.
+    """
     title = f"Text and experts: {', '.join(texts)}"
     ordered = {name: prose_first(routing) for name, routing in texts.items()}
-    return write_script_page(path, "text_view", title=title, data=page_data(ordered))
+    data = page_data(ordered, written)
+    return write_script_page(path, "text_view", title=title, data=data)
 
 
 def prose_first(routing: TextRouting) -> TextRouting:
@@ -67,26 +75,30 @@ def prose_first(routing: TextRouting) -> TextRouting:
     return dataclasses.replace(routing, shown=routing.shown[order], **by_token)
 
 
-def page_data(texts: Mapping[str, TextRouting]) -> dict[str, Any]:
-    """Data of the page's script: every distinct text once, and the checkpoints that read it."""
+def page_data(
+    texts: Mapping[str, TextRouting], written: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """Collect the page's data: every distinct text once, and the checkpoints that read it."""
     distinct: list[TextRouting] = []
     checkpoints = []
+    base = next(iter(texts.values()))
     for name, routing in texts.items():
-        same = [n for n, other in enumerate(distinct) if _same_text(routing, other)]
+        same = [n for n, other in enumerate(distinct) if same_tokens(routing, other)]
         if not same:
             distinct.append(routing)
         text = same[0] if same else len(distinct) - 1
-        checkpoints.append({"name": name, "text": text, **_checkpoint(routing)})
+        beside = None if routing is base or not same_tokens(routing, base) else base
+        about = {"name": name, "text": text, "written": (written or {}).get(name, -1)}
+        checkpoints.append({**about, **_checkpoint(routing, beside)})
     most = max((routing.contexts.shape[1] for routing in texts.values()), default=0)
     colors = [[color, ink_on(color)] for color in expert_colors(most)]
     read = [_text(routing) for routing in distinct]
-    return {"texts": read, "checkpoints": checkpoints, "colors": colors}
-
-
-def _same_text(one: TextRouting, other: TextRouting) -> bool:
-    fields = ("pieces", "tokens", "domains", "domain", "shown")
-    alike = all(np.array_equal(getattr(one, f), getattr(other, f)) for f in fields)
-    return alike and one.margin.shape[2] == other.margin.shape[2]
+    return {
+        "headline": headline(texts),
+        "texts": read,
+        "checkpoints": checkpoints,
+        "colors": colors,
+    }
 
 
 def _text(routing: TextRouting) -> dict[str, Any]:
@@ -101,10 +113,11 @@ def _text(routing: TextRouting) -> dict[str, Any]:
     }
 
 
-def _checkpoint(routing: TextRouting) -> dict[str, Any]:
+def _checkpoint(routing: TextRouting, beside: TextRouting | None) -> dict[str, Any]:
     experts = routing.contexts.shape[1]
     layers = []
     for layer, name in enumerate(routing.layers.tolist()):
+        colors = np.arange(experts) if beside is None else colors_beside(beside, routing, layer)
         weights = routing.weights[layer]
         largest = float(weights.max())
         steps = np.round(weights * (65535 / largest)) if largest > 0 else weights
@@ -112,6 +125,8 @@ def _checkpoint(routing: TextRouting) -> dict[str, Any]:
             {
                 "name": name,
                 "remark": str(routing.remarks[layer]),
+                "finding": finding(routing, layer),
+                "colors": colors.tolist(),
                 "experts": _base64(routing.experts[layer], "<u2" if experts > 256 else "u1"),
                 "weights": _base64(steps, "<u2"),
                 "largest": largest,

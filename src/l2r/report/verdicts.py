@@ -1,16 +1,9 @@
-"""What a result says in one sentence: the same one on the terminal and at the head of a page."""
+"""Verdict on a result in one sentence, the same on the terminal and at the head of a page."""
 
-import math
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from l2r.report.metric_names import METRICS
-from l2r.runs.diagnosis import Diagnosis
-from l2r.runs.folder import SEED_MARK, RunFolder
-from l2r.runs.progress import read_progress
-from l2r.runs.study import Study
-from l2r.stats.paired_t import estimate
+from l2r.files.diagnosis import Diagnosis
 
 
 class Verdict(NamedTuple):
@@ -18,106 +11,6 @@ class Verdict(NamedTuple):
 
     says: str
     cannot: str = ""
-
-
-_ONE_SEED = (
-    "Whether the order would hold with another seed: `--seeds 5` runs more. Routers have their "
-    "recipe's settings and were not tuned alike."
-)
-_SEEDS = "Other sizes, data and budgets. Routers have their recipe's settings, not tuned alike."
-_LEVEL = 0.05
-# field of a validation record -> its name, its digits, and whether less is better
-_JUDGED = {
-    "ce/mean": ("validation CE", 3, True),
-    "top1": ("top-1 accuracy", 3, False),
-    "ce": ("validation CE", 3, True),
-}
-
-
-def of_runs(runs: Sequence[RunFolder]) -> Verdict:
-    """Verdict of ended runs about their arms; runs that differ only in the seed are one arm."""
-    arms: dict[str, list[RunFolder]] = {}
-    for run in runs:
-        arms.setdefault(run.name.partition(SEED_MARK)[0], []).append(run)
-    return of_arms(arms)
-
-
-def of_arms(arms: Mapping[str, Sequence[RunFolder]]) -> Verdict:
-    """Verdict of each arm's ended runs, by its name; the first arm is the reference."""
-    ended = {name: [r for r in runs if read_progress(r).ended] for name, runs in arms.items()}
-    last = {name: _results(runs) for name, runs in ended.items() if _results(runs)}
-    if not last:
-        return Verdict("No run is finished: nothing is compared yet.", _ONE_SEED)
-    every = [record for by_seed in last.values() for record in by_seed.values()]
-    held = [field for field in _JUDGED if all(field in record for record in every)]
-    if not held:
-        return Verdict("The finished runs share no validation result: nothing is compared.")
-    unlike = _unlike_budgets(ended)
-    if unlike:
-        return Verdict(unlike)
-    seeds = sorted(set[int].intersection(*(set(by_seed) for by_seed in last.values())))
-    values = {arm: [float(last[arm][s][held[0]]) for s in seeds] for arm in last}
-    if not seeds:
-        return Verdict("The finished runs have no seed in common: nothing is compared.")
-    return _of_values(values, held[0])
-
-
-def _of_values(values: Mapping[str, Sequence[float]], field: str) -> Verdict:
-    """Verdict of every arm's values, by seeds that all arms have."""
-    name, digits, less = _JUDGED[field]
-    lost = [arm for arm, own in values.items() if not all(map(math.isfinite, own))]
-    values = {arm: own for arm, own in values.items() if arm not in lost}
-    tail = f" Not finite: {', '.join(lost)}." if lost else ""
-    if not values:
-        return Verdict(f"No {name} is finite: nothing is compared.{tail}")
-    if len(values) == 1:
-        ((arm, own),) = values.items()
-        mean = sum(own) / len(own)
-        return Verdict(f"{arm}: {name} {mean:.{digits}f}, {_seeds(len(own))}.{tail}", _ONE_SEED)
-    if len(next(iter(values.values()))) == 1:
-        order = sorted(values, key=lambda arm: values[arm][0], reverse=not less)
-        first, rest = order[0], order[-1]
-        return Verdict(
-            f"One seed ranks nothing: {name} runs from {values[first][0]:.{digits}f} ({first}) to "
-            f"{values[rest][0]:.{digits}f} ({rest}).{tail}",
-            _ONE_SEED,
-        )
-    return Verdict(_against_first(values, name, less) + tail, _SEEDS)
-
-
-def _unlike_budgets(arms: Mapping[str, Sequence[RunFolder]]) -> str:
-    """Sentence on runs that saw different amounts, unless an arm's name says so; else nothing."""
-    if any(re.search(r"(steps|tokens|epochs)=", arm) for arm in arms):
-        return ""  # a sweep of the budget
-    progress = [read_progress(run) for runs in arms.values() for run in runs]
-    seen = sorted({p.seen for p in progress if p.seen is not None})
-    if len(seen) < 2:
-        return ""
-    return f"Runs saw from {seen[0]:,} to {seen[-1]:,} {progress[0].unit}: nothing is compared."
-
-
-def _results(runs: Sequence[RunFolder]) -> dict[int, Mapping[str, Any]]:
-    """The last validation of each run by its seed."""
-    by_seed = {
-        run.read_recipe().get("seed", 0): run.read_metrics("validation")[-1:] for run in runs
-    }
-    return {seed: records[0] for seed, records in by_seed.items() if records}
-
-
-def _against_first(values: Mapping[str, Sequence[float]], name: str, less: bool) -> str:
-    """Paired differences from the first arm, at 5% over all of them (Bonferroni)."""
-    base, *others = values
-    by_verdict: dict[str, list[str]] = {"better": [], "worse": [], "not shown to differ": []}
-    for arm in others:
-        gaps = [a - b for a, b in zip(values[arm], values[base], strict=True)]
-        interval = estimate(gaps).interval(_LEVEL / len(others))
-        if interval.low > 0 or interval.high < 0:  # neither of NaN
-            by_verdict["better" if (interval.mean < 0) == less else "worse"].append(arm)
-        else:
-            by_verdict["not shown to differ"].append(arm)
-    parts = [f"{verdict}: {', '.join(arms)}" for verdict, arms in by_verdict.items() if arms]
-    what = f"{name[0].upper()}{name[1:]} against {base} over {len(values[base])} seeds"
-    return f"{what}: {'; '.join(parts)}."
 
 
 def of_checkpoints(views: Mapping[str, Diagnosis]) -> Verdict:
@@ -135,7 +28,8 @@ def of_checkpoints(views: Mapping[str, Diagnosis]) -> Verdict:
         whose = f" ({worst}, the least)" if len(views) > 1 else ""
         gain = gains[worst] or 0.0
         would = "cost" if gain >= 0 else "save"
-        says += f" Random experts instead would {would} {abs(gain):.3f} nats{whose}."
+        nats = f"{abs(gain):.3f}" if abs(gain) >= 0.0005 else "less than 0.001"
+        says += f" Random experts instead would {would} {nats} nats{whose}."
     return Verdict(
         says,
         "Which router is better: that takes several seeds of each. The numbers are of the text or "
@@ -144,98 +38,11 @@ def of_checkpoints(views: Mapping[str, Diagnosis]) -> Verdict:
 
 
 def ever_first(view: Diagnosis) -> list[int]:
-    """By layer, the number of experts that some token chose first."""
+    """Count, by layer, the experts that some token chose first."""
     return [int((use > 0).sum()) for use in view.by_layer("top1")]
 
 
 def span(counts: Sequence[int]) -> str:
     """Least and most of some counts: ``8 to 10``, or ``8`` where all are."""
-    least, most = min(counts), max(counts)
-    return str(least) if least == most else f"{least} to {most}"
-
-
-def of_study(study: Study) -> Verdict:
-    """Verdicts of the primary contrasts of a plan, counted."""
-    cannot = "Anything outside its plan: other sizes, data, budgets and settings."
-    if not study.results:
-        return Verdict("Nothing was run yet.", cannot)
-    primary = [j for j in study.judged if j.contrast.primary]
-    if not study.judged:
-        return Verdict(
-            "A screen: it proposes what to test next and decides nothing.",
-            f"{cannot} Its best cell is the best of many, so its loss is optimistic.",
-        )
-    if study.seeds < study.least and study.ended:
-        return Verdict(
-            f"Ended after {_seeds(study.seeds)} of at least {study.least}, without a verdict. "
-            f"{study.ended}",
-            cannot,
-        )
-    if study.seeds < study.least:
-        return Verdict(
-            f"No verdict yet: {_seeds(study.seeds)} of at least {study.least} "
-            f"{'is' if study.seeds == 1 else 'are'} complete.",
-            cannot,
-        )
-    if not primary and not study.judge_secondary:
-        return Verdict(f"Intervals and no verdicts: {_seeds(study.seeds)}.", cannot)
-    counts: dict[str, list[str]] = {}
-    several = len({j.contrast.metric for j in primary or study.judged}) > 1
-    for j in primary or study.judged:
-        metric = METRICS.get(j.contrast.metric, j.contrast.metric)
-        pair = f"{j.contrast.first} against {j.contrast.second}"
-        counts.setdefault(j.verdict, []).append(f"{pair} in {metric}" if several else pair)
-    kind = "primary contrast" if primary else "contrast"
-    total = len(primary or study.judged)
-    parts = [f"{len(pairs)} {verdict}{_named(pairs)}" for verdict, pairs in counts.items()]
-    open_ = " The stopping rule asks for more seeds." if study.open else ""
-    plural = "s" if total > 1 else ""
-    return Verdict(f"Of {total} {kind}{plural}: {'; '.join(parts)}.{open_}", cannot)
-
-
-def of_plan(plan: Mapping[str, Any]) -> Verdict:
-    """Verdict of a plan: what to run, whether it fits and how long it takes."""
-    best, above = plan["best"], plan["above"]
-    peak = (best["simulated"] or best["formula"]) / 1e9
-    form = f"training.parallel={best['parallel']} " if best["parallel"] != "ep" else ""  # not ours
-    hours = "" if best["hours"] is None else f", {_duration(best['hours'])}"
-    fits = "Fits" if best["fits"] else "Does not fit"
-    says = (
-        f"{fits} {best['gpus']} x {plan['gpu']['name']}: {form}"
-        f"training.micro_batch={best['micro_batch']} "
-        f"training.activation_checkpointing={str(best['checkpointing']).lower()}: {peak:.1f} GB "
-        f"per GPU, {best['tokens_per_second']:,.0f} tokens/s{hours}."
-    )
-    if above and not above["fits"]:
-        larger = (above["simulated"] or above["formula"]) / 1e9
-        says += f" micro_batch {above['micro_batch']} does not: {larger:.1f} GB."
-    return Verdict(says, "Times on your machine: they follow from stated rates, not from a run.")
-
-
-def of_accuracies(overall: Mapping[str, Any], differences: Mapping[str, Mapping[str, Any]]) -> str:
-    """Accuracy of one checkpoint, or how many differences from the first exclude 0."""
-    if not differences:
-        ((name, values),) = overall.items()
-        measured = [(c, v) for c, v in values.items() if v is not None]
-        if not measured:
-            return f"{name}: no task has a result."
-        column, (mean, low, high) = measured[-1]
-        return f"{name}: {column} {mean:.1f}%, 95% interval {low:.1f} to {high:.1f}."
-    every = [v for by_column in differences.values() for v in by_column.values() if v is not None]
-    apart = sum(low > 0 or high < 0 for _, low, high in every)
-    return (
-        f"Of {len(every)} differences from {next(iter(overall))}, {apart} exclude 0 (95%, paired "
-        f"by document, not adjusted; {0.05 * len(every):.1f} would by chance)."
-    )
-
-
-def _duration(hours: float) -> str:
-    return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
-
-
-def _named(pairs: Sequence[str]) -> str:
-    return f" ({pairs[0]})" if len(pairs) == 1 else ""
-
-
-def _seeds(count: int) -> str:
-    return f"{count} seed{'' if count == 1 else 's'}"
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}"

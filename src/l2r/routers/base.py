@@ -1,31 +1,42 @@
 """The contract of a router: x [..., D] in, (logits, weights, indices) out, nothing remembered.
 
+``@register_router("name")`` adds one, ``build_router`` builds one. A router's own file registers
+it; routers/__init__.py imports these files.
+
 Shape letters: T tokens, D hidden size, R rank, N experts, K experts chosen per token.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from l2r.errors import InputError
+from l2r.errors import InputError, sizes
 from l2r.functional.autocast import autocasts, without_autocast
+from l2r.functional.scoring import DEFAULTS, ScoreConstants
 from l2r.kernels import dispatch
-from l2r.kernels.contract import DEFAULTS, ScoreConstants
 from l2r.kernels.plain import KernelWeights
-from l2r.routers.config import RouterConfig
-from l2r.routers.holder import hooks_of_all_modules, takes_part
+from l2r.routers.config import (
+    ROUTERS,
+    Registered,
+    RouterConfig,
+    make_config,
+    refusals_of,
+    registered,
+)
+from l2r.routers.holder import holders_that_take_part
 from l2r.routers.selection_rule import Selection
 
 SELECTION_BIAS = "e_score_correction_bias"  # of a selection, named as in Hugging Face
 
 
 class RouterOutput(NamedTuple):
-    """What a router says about T tokens, in the order Hugging Face MoE blocks expect.
+    """Results of a router for T tokens, in the order Hugging Face MoE blocks expect.
 
     logits [T, N] in the router's dtype, weights [T, K] in the dtype of x, indices [T, K].
     """
@@ -74,7 +85,6 @@ class Router(nn.Module):
         self.selection = self.configured_selection()
         if config.selection_bias:
             self.register_buffer(SELECTION_BIAS, torch.zeros(num_experts))
-        self._captures = 0  # open blocks of ``capture``
         self.log_temperature: nn.Parameter | None = None
         if config.learn_temperature:
             self.log_temperature = nn.Parameter(torch.empty(()))
@@ -111,11 +121,11 @@ class Router(nn.Module):
             return self._inside_holders(self._all_logits, x)
 
     def own_selection(self) -> Selection:
-        """Selection rule of the router by itself, Eq. 2 and 3, without a bias."""
+        """Return selection rule of the router by itself, Eq. 2 and 3, without a bias."""
         return Selection(normalize=self.config.normalize_weights)
 
     def configured_selection(self) -> Selection:
-        """The same with the bias that the configuration asks for."""
+        """Return selection rule with the bias that the configuration asks for."""
         own = self.own_selection()
         return dataclasses.replace(own, bias=SELECTION_BIAS) if self.config.selection_bias else own
 
@@ -138,12 +148,14 @@ class Router(nn.Module):
         itself. Raises ValueError for ``routes`` with a selection other than softmax top-k, and on a
         CPU for an expert that is not there or that a token has twice.
         """
-        if self._captures:  # read, so that torch.compile guards it: it guards no new hooks
-            pass
-        if autocasts(x.device):
+        # torch takes longer to read a device's name than for the rest of the question.
+        if (not x.is_cpu or torch._C._is_any_autocast_enabled()) and autocasts(x.device):
             with torch.autocast(x.device.type, enabled=False):
                 return self._inside_holders(self._route, x, bias, routes)
-        return self._inside_holders(self._route, x, bias, routes)
+        called = holders_that_take_part(self, self.holders)
+        if called:
+            return _inside(called, self._route, x, bias, routes)
+        return self._route(x, bias, routes)
 
     def choose(self, x: Float[Tensor, "*B D"]) -> tuple[Tensor, Tensor]:
         """Weights and indices [T, K]; a router may compute them without all logits."""
@@ -151,33 +163,21 @@ class Router(nn.Module):
         return weights, indices
 
     def is_watched(self) -> bool:
-        """Whether a capture, a hook or a replaced forward takes part in a call.
+        """Tell whether a capture, a hook or a replaced forward takes part in a call.
 
         Other libraries bring weights by hooks and replaced forwards, and routes are replayed so.
         """
         hooks = self._forward_hooks or self._forward_pre_hooks
         hooks = hooks or self._backward_hooks or self._backward_pre_hooks
-        return bool(hooks) or self._captures > 0 or "forward" in vars(self)
+        return bool(hooks) or "forward" in vars(self)
 
     def _inside_holders(self, run: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
         """``run(x, *rest)`` inside the forward of every holder that takes part in a call."""
-        called, always = [], hooks_of_all_modules()
-        for name in self.holders:
-            holder = self._modules.get(name)  # None where a configuration has no such part
-            if holder is not None and (always or takes_part(holder)):
-                called.append(holder)
-        if not called:
-            return run(x, *rest)
-
-        def inner(x: Tensor) -> Any:
-            return run(x, *rest)
-
-        for holder in called:
-            inner = partial(holder, run=inner)
-        return inner(x)
+        return _inside(holders_that_take_part(self, self.holders), run, x, *rest)
 
     def _route(self, x: Tensor, bias: Tensor | None, routes: Tensor | None) -> RouterOutput:
-        flat, selection = self._prepare(x), self.selection
+        flat = x if x.dim() == 2 and x.shape[1] == self.hidden_size else self._prepare(x)
+        selection = self.selection
         if routes is not None and not selection.fused:
             raise ValueError(f"routes need a softmax top-k selection; got {selection}")
         parts = self.kernel_weights(flat)
@@ -198,7 +198,10 @@ class Router(nn.Module):
         else:
             logits = self._logits(flat, parts)
             weights, indices = selection(self, logits, bias)
-        return RouterOutput(logits, as_dtype(weights, x.dtype), indices)
+        if weights.dtype is not x.dtype:
+            weights = weights.to(x.dtype)
+        # Past the constructor of named tuples, which is another call in Python.
+        return tuple.__new__(RouterOutput, (logits, weights, indices))
 
     def _all_logits(self, x: Tensor) -> Tensor:
         return self._logits(self._prepare(x), self.kernel_weights(x))
@@ -228,15 +231,87 @@ class Router(nn.Module):
         return x if x.dim() == 2 else x.reshape(-1, self.hidden_size)
 
     def compute_dtype(self, x: Tensor) -> torch.dtype:
-        """The wider of config.dtype and the dtype of x."""
+        """Return the wider of config.dtype and the dtype of x."""
         dtype = self._dtype
         if x.dtype is not dtype and not x.is_floating_point():
             raise ValueError(f"x must have a floating-point dtype; got {x.dtype}")
         return dtype if x.dtype is dtype else torch.promote_types(dtype, x.dtype)
 
 
+R = TypeVar("R", bound=type[Router])
+
+
+def register_router(name: str, **fixed: Any) -> Callable[[R], R]:
+    """Class decorator: make a Router subclass available as ``name``.
+
+    The class needs an attribute ``Config``, a frozen dataclass derived from RouterConfig.
+    ``fixed`` are fields of that dataclass that the name decides: one class can carry several names.
+    Raises ValueError if another class holds the name.
+    """
+
+    def register(cls: R) -> R:
+        taken = ROUTERS.get(name)
+        if taken is not None and _place(taken.router) != _place(cls):
+            raise InputError(f"router name {name!r} is taken by {taken.router.__name__}")
+        ROUTERS[name] = Registered(cls, cls.Config, fixed)
+        return cls
+
+    return register
+
+
+def _place(cls: type) -> tuple[str, str]:
+    """Place of a class; one that is defined again, as in a notebook, replaces the first."""
+    return cls.__module__, cls.__qualname__
+
+
+def build_router(
+    kind: str | RouterConfig,
+    *,
+    hidden_size: int,
+    num_experts: int,
+    top_k: int,
+    **options: Any,
+) -> Router:
+    """Build a router from a name and options, or from a configuration.
+
+    ``build_router("l2r_sips", hidden_size=2048, num_experts=64, top_k=8, rank=2, heads=16)``
+
+    Parameters are float32, also under a half-precision default dtype, or float64 under that one.
+
+    Raises ValueError that names the field, the value and what is allowed.
+    """
+    config = make_config(kind, **options) if isinstance(kind, str) else kind
+    if options and not isinstance(kind, str):
+        config = dataclasses.replace(config, **options)
+    router_class = registered(config.kind).router
+    with _at_least_float32(), sizes(), refusals_of(router_class):
+        return router_class(config, hidden_size=hidden_size, num_experts=num_experts, top_k=top_k)
+
+
+@contextmanager
+def _at_least_float32() -> Iterator[None]:
+    """Set a default dtype no narrower than float32 inside the block."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.promote_types(default, torch.float32))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _inside(holders: Iterable[nn.Module], run: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
+    """Call ``run(x, *rest)`` inside the forward of each holder."""
+
+    def inner(x: Tensor) -> Any:
+        return run(x, *rest)
+
+    for holder in holders:
+        inner = partial(holder, run=inner)
+    return inner(x)
+
+
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a dtype; half a microsecond less than ``to`` where it has it already."""
+    """Return the tensor in a dtype; half a microsecond less than ``to`` where it has it already."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 

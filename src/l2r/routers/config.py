@@ -1,17 +1,26 @@
-"""Router configurations: shared fields, their checks, the table of names, the plain-dict form."""
+"""Router configurations: shared fields, their checks, the table of names, the plain-dict form.
+
+Routers from outside of this package are imported as the user's environment says (L2R_IMPORT, entry
+points), which registers them. Nothing read from a checkpoint or a recipe chooses what is imported.
+"""
 
 import dataclasses
+import importlib
 import math
-from collections.abc import Iterator, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from l2r.errors import InputError
-from l2r.routers.external_routers import import_entry_points, import_named_modules
-from l2r.runs.read_with import ReadWith, check_read
-from l2r.runs.router_names import PAPER_ROUTERS
-from l2r.runs.spelling import known_as, nearest
+from l2r.files.shared_settings import PAPER_ROUTERS, ReadWith, check_read
+from l2r.files.wording import known_as, nearest
+from l2r.laboratory import PACKAGE, has_laboratory
 
+_VARIABLE, _GROUP = "L2R_IMPORT", "l2r.routers"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -63,7 +72,7 @@ class RouterConfig:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "RouterConfig":
-        """Configuration from ``to_dict``'s form. Raises ValueError for unknown kinds or fields."""
+        """Read ``to_dict``'s form. Raises ValueError for unknown kinds or fields."""
         options = dict(values) if isinstance(values, Mapping) else {}
         if not isinstance(options.get("kind"), str):
             raise InputError(
@@ -85,12 +94,16 @@ ROUTERS: dict[str, Registered] = {}  # by name; register_router fills it
 
 
 def router_names() -> list[str]:
-    """Registered names: the paper's six in the paper's order, then others by name."""
+    """Return registered names: the paper's six in the paper's order, then others by name.
+
+    With the laboratory installed its routers are among them.
+    """
+    _import_laboratory()
     return [*PAPER_ROUTERS, *sorted(set(ROUTERS) - set(PAPER_ROUTERS))]
 
 
 def make_config(kind: str, **options: Any) -> RouterConfig:
-    """Configuration of the router ``kind``; raises ValueError for unknown names or fields."""
+    """Configure the router ``kind``; raises ValueError for unknown names or fields."""
     entry = registered(kind)
     fields = [f.name for f in dataclasses.fields(entry.config)]
     for name in options:
@@ -113,7 +126,7 @@ def refusals_of(kind: type[Any]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if isinstance(error, InputError) or kind.__module__.startswith("l2r."):
+        if isinstance(error, InputError) or kind.__module__.partition(".")[0] in ("l2r", PACKAGE):
             raise
         raise InputError(str(error)) from error
 
@@ -133,14 +146,20 @@ def options_of(kind: str) -> list[str]:
     return [name for name in fields if name not in fixed and name not in unread]
 
 
+def _import_laboratory() -> None:
+    """Register the laboratory's routers, where it is installed."""
+    if has_laboratory():
+        importlib.import_module(f"{PACKAGE}.routers")
+
+
 def registered(kind: str) -> Registered:
     """Entry of a name in ``ROUTERS``, in either spelling; raises ValueError for an unknown one.
 
-    A name that is not there is looked for in the user's files too (l2r.routers.external_routers).
+    A name that is not there is looked for in the laboratory and in the user's files too.
     """
     if isinstance(kind, str):
         given, kind = kind, known_as(kind, ROUTERS)
-        for import_more in (import_named_modules, import_entry_points):
+        for import_more in (_import_laboratory, import_named_modules, import_entry_points):
             if kind not in ROUTERS:
                 import_more()
                 kind = known_as(given, ROUTERS)
@@ -151,6 +170,48 @@ def registered(kind: str) -> Registered:
             "that registers it, or name its module in L2R_IMPORT"
         )
     return ROUTERS[kind]
+
+
+def import_named_modules() -> None:
+    """Import the modules that L2R_IMPORT names, separated by commas.
+
+    The working folder counts, after every other place: it stands at the end of ``sys.path`` from
+    then on. Raises ValueError for a module that cannot be imported.
+    """
+    names = [name.strip() for name in os.environ.get(_VARIABLE, "").split(",")]
+    for name in filter(None, names):
+        _load(f"{_VARIABLE} names {name!r}", partial(_import_from_here_too, name))
+
+
+def import_entry_points() -> None:
+    """Load the entry points ``l2r.routers`` of installed packages.
+
+    Raises ValueError for one that cannot be loaded.
+    """
+    for point in _entry_points():
+        _load(f"a package has the entry point {point.name!r} of {_GROUP}", point.load)
+
+
+@cache
+def _entry_points() -> tuple[Any, ...]:
+    from importlib.metadata import entry_points
+
+    return tuple(entry_points(group=_GROUP))
+
+
+def _import_from_here_too(name: str) -> None:
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)
+    importlib.import_module(name)
+
+
+def _load(what: str, load: Callable[[], Any]) -> None:
+    try:
+        load()
+    except (Exception, SystemExit) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"{what}, which cannot be imported: {reason}") from error
 
 
 def check_types(config: RouterConfig) -> None:

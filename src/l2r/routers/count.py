@@ -5,16 +5,15 @@ from typing import Any
 import torch
 
 from l2r.errors import InputError
-from l2r.routers.base import Router
+from l2r.files.shared_settings import PAPER_ROUTERS
+from l2r.routers.base import Router, build_router
 from l2r.routers.config import RouterConfig
-from l2r.routers.registry import build_router
-from l2r.runs.router_names import PAPER_ROUTERS
 
 
 def router_parameters(
     kind: str | RouterConfig, *, hidden_size: int, num_experts: int, **options: Any
 ) -> int:
-    """Number of parameters of one router; the RMSNorm gain counts, as in the paper's table."""
+    """Count the ters of one router; the RMSNorm gain counts, as in the paper's table."""
     sizes = {"hidden_size": hidden_size, "num_experts": num_experts}
     return sum(parameter.numel() for parameter in _on_meta(kind, **sizes, **options).parameters())
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from l2r.kernels import dispatch
-from l2r.routers.base import Router, truncated_normal
+from l2r.routers.base import Router, register_router, truncated_normal
 from l2r.routers.config import RouterConfig, check
-from l2r.routers.registry import register_router
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

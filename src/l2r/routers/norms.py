@@ -1,6 +1,4 @@
-"""Query norms: the paper's two, RMSNorm of the router input and BatchNorm of the norm |q|, and
-BatchNorm of the query itself.
-"""
+"""Batch norms over all ranks: of the norm |q| of the query (the paper's, for vision), and of q."""
 
 from typing import Any
 
@@ -9,15 +7,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from l2r.functional import standardize_magnitude
-from l2r.routers.holder import Holder
-
-
-class InputNormGain(Holder):
-    """Learned gain [D] of the RMSNorm before W_q; the norm itself runs inside the kernel."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
 
 
 class _BatchNorm(nn.Module):
@@ -106,7 +95,7 @@ class QueryBatchNorm(_BatchNorm):
 
 
 def _over_ranks(sums: Tensor) -> Tensor:
-    """The sum over all ranks, with its gradient; the tensor itself in a single process."""
+    """Return the sum over all ranks, with its gradient; the tensor itself in a single process."""
     return sum_over_ranks(sums) if _several_ranks() else sums
 
 
@@ -115,7 +104,7 @@ def _several_ranks() -> bool:
 
 
 def sum_over_ranks(value: Tensor, group: "dist.ProcessGroup | None" = None) -> Tensor:
-    """The sum over the ranks of a group, by default all; its gradient is summed likewise."""
+    """Return the sum over the ranks of a group, by default all; its gradient is summed likewise."""
     total: Tensor = _SumOverRanks.apply(value, group)  # type: ignore[no-untyped-call]
     return total
 
@@ -133,7 +122,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _recomputing() -> bool:
-    """Whether activation checkpointing runs this forward again, inside backward.
+    """Tell whether activation checkpointing runs this forward again, inside backward.
 
     The first forward has already updated the running statistics.
     """

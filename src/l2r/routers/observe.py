@@ -21,6 +21,7 @@ _COPIES = re.compile(r"\.(original_module|base_layer|modules_to_save\.[^.]+)$")
 Hook = Callable[[nn.Module, tuple[Any, ...], Any], Any]  # what it returns replaces the output
 Reducer = Callable[[Tensor, RouterOutput, str], None]  # a router's input, its output, its name
 # Parts of a model that see images or make sound: their routers are not the text model's.
+BLOCK_BIASES = ("e_score_correction_bias", "expert_bias")  # of blocks that pass them to routers
 _OTHER_PARTS = ("vision", "visual", "audio", "talker")  # words in their names
 
 
@@ -49,8 +50,23 @@ def other_routers(model: nn.Module) -> list[str]:
 
 
 def reads_text(path: str) -> bool:
-    """Whether a module at a path is of a text model, and not of a vision tower or a talker."""
+    """Tell whether a module at a path is of a text model, not of a vision tower or a talker."""
     return not any(word in path for word in _OTHER_PARTS)
+
+
+def layer_index(path: str) -> int:
+    """Index of the layer that a module path names, 0 where it names none."""
+    numbers = re.findall(r"\.(\d+)\.", f".{path}.")
+    return int(numbers[0]) if numbers else 0
+
+
+def unwrapped_model(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel and torch.compile's wrapper."""
+    for name in ("_orig_mod", "module"):
+        inner = getattr(model, name, None)
+        if isinstance(inner, nn.Module) and next(model.children()) is inner:
+            return unwrapped_model(inner)
+    return model
 
 
 def _beside_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -62,10 +78,15 @@ def _beside_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                     yield f"{name}.{attribute}" if name else attribute, router
 
 
+def block_of(model: nn.Module, path: str) -> nn.Module:
+    """Find the block that calls the router at ``path``, adapters and copies of PEFT left out."""
+    return model.get_submodule(_COPIES.sub("", path).rpartition(".")[0])
+
+
 def block_bias(model: nn.Module, path: str) -> tuple[Tensor, ...]:
-    """The selection bias [N] that a block passes to its router at ``path``, in families that do."""
-    block = model.get_submodule(_COPIES.sub("", path).rpartition(".")[0])
-    for name in ("e_score_correction_bias", "expert_bias"):
+    """Find the selection bias [N] that a block passes to its router at ``path``, if it does."""
+    block = block_of(model, path)
+    for name in BLOCK_BIASES:
         bias = getattr(block, name, None)
         if isinstance(bias, Tensor):
             return (bias,)
@@ -135,13 +156,13 @@ def first_choice(weights: Float[Tensor, "T K"], indices: Int[Tensor, "T K"]) -> 
 
 
 def chosen_too(first: Int[Tensor, "T K"], second: Int[Tensor, "T K"]) -> Bool[Tensor, "T K"]:
-    """Whether each of a token's experts in ``first`` is among those in ``second``."""
+    """Tell whether each of a token's experts in ``first`` is among those in ``second``."""
     return (first[:, :, None] == second[:, None, :]).any(dim=-1)
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block; each submodule's own mode afterwards."""
+    """Set evaluation mode inside the block; each submodule's own mode afterwards."""
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:

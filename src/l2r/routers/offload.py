@@ -37,7 +37,7 @@ def onloaded(module: nn.Module) -> Iterator[None]:
 
 
 def materialized(module: nn.Module) -> nn.Module:
-    """The module, or where accelerate has offloaded its tensors a copy that has them.
+    """Return the module, or where accelerate has offloaded its tensors a copy that has them.
 
     For whoever calls a module and reads its parameters too, such as a router's diagnosis.
     """

@@ -1,4 +1,4 @@
-"""How experts are chosen from logits; every router has one ``Selection``.
+"""Rules that choose experts from logits; every router has one ``Selection``.
 
 Shape letters: T tokens, N experts, K experts chosen per token.
 """
@@ -134,6 +134,14 @@ class Selection:
     ) -> Float[Tensor, "T N"]:
         """Scores with the selection bias, by which experts, and groups of them, are compared."""
         return self._biased(router, logits, self._gates(logits), bias)
+
+    def affinities(self, logits: Float[Tensor, "T N"]) -> Float[Tensor, "T N"]:
+        """Scores without a bias, in float32 or wider, divided by their sum over all experts."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = self._gates(wide)
+        if self.gate == "softmax":
+            return scores
+        return scores / scores.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(wide.dtype).tiny)
 
     def _weights(self, logits: Tensor, indices: Tensor, scores: Tensor | None = None) -> Tensor:
         if self.gate == "softmax" and self.normalize and not (self.norm_eps or self.norm_min):

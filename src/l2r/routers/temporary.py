@@ -21,7 +21,7 @@ _REDUCE = "__reduce_ex__"  # by which copy and pickle take an object apart; they
 
 @dataclass
 class _Temporary:
-    """What stands on a module for a while.
+    """Attributes and hooks that stand on a module for a while.
 
     values: by name what the instance had before the first block, or ``_NOTHING``, and the value of
     each open block. hooks: numbers of hooks.
@@ -103,7 +103,7 @@ def _clear(module: Any, here: _Temporary) -> None:
 
 
 def _reduce(module: Any, protocol: Any) -> Any:
-    """What ``__reduce_ex__`` of the class gives, without what stands here for a while."""
+    """Return what ``__reduce_ex__`` of the class gives, without what stands here for a while."""
     kind: Any = type(module)
     parts = kind.__reduce_ex__(module, protocol)
     if len(parts) < 3 or not isinstance(parts[2], dict):

@@ -14,15 +14,41 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from l2r.errors import InputError
 from l2r.functional import unit
+from l2r.functional.scoring import ScoreConstants
 from l2r.kernels import dispatch
-from l2r.kernels.contract import ScoreConstants
 from l2r.kernels.plain import KernelWeights
-from l2r.routers.bare_linear import BareLinear
-from l2r.routers.base import Router, truncated_normal
+from l2r.routers.base import Router, register_router, truncated_normal
 from l2r.routers.config import RouterConfig, check
-from l2r.routers.registry import register_router
+from l2r.routers.holder import BareLinear
 from l2r.routers.selection_rule import Selection
-from l2r.routers.xmoe_presets import PRESETS
+
+# Settings of three code bases; docs/paper-notes.md says where they disagree.
+PRESETS: dict[str, dict[str, Any]] = {
+    "torchscale": {
+        "rank": 16,
+        "anchor_scale": 0.32,
+        "anchor_norm": 1.5,
+        "normalize_query": False,
+    },
+    "fairseq": {
+        "rank": 16,
+        "anchor_scale": 0.1,
+        "eps": 1e-4,
+        "temperature": 0.07,
+        "learn_temperature": True,
+        "min_temperature": 1e-4,
+        "gate": "sigmoid",
+    },
+    "tutel": {
+        "rank": 256,
+        "bias": True,
+        "anchor_init": "normal",
+        "anchor_scale": 0.01,
+        "temperature": 0.5,
+        "learn_temperature": True,
+        "min_temperature": 0.01,
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +91,7 @@ class XMoEConfig(RouterConfig):
 
     @classmethod
     def preset(cls, source: str) -> "XMoEConfig":
-        """Settings of ``torchscale`` 0.3.0, the ``fairseq`` fork or ``tutel``'s cosine gate."""
+        """List the settings of ``torchscale`` 0.3.0, ``fairseq`` (the fork) or ``tutel``."""
         if source not in PRESETS:
             raise InputError(f"preset must be one of {', '.join(PRESETS)}; got {source!r}")
         return cls(**PRESETS[source])

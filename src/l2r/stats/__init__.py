@@ -1,4 +1,4 @@
-"""Arithmetic on numbers: contrasts and verdicts, intervals, chance, agreement, entropy.
+"""Arithmetic on numbers: intervals, chance, agreement, entropy.
 
-Imports numpy and scipy only. Begin at contrasts.py (verdicts) or intervals.py.
+Imports numpy and scipy only. Begin at intervals.py.
 """

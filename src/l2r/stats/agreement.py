@@ -1,4 +1,4 @@
-"""How far two routers agree on the same tokens: of one run as they are, of two up to names.
+"""Agreement of two routers on the same tokens: of one run as they are, of two up to names.
 
 Experts of two runs are numbered by accident. What holds under any renaming is the mutual
 information of their first experts, and the overlap under the best matching of their experts.
@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from l2r.stats.chance import other_rows
 from l2r.stats.entropy import entropy, information, table
 
-Experts = Int[np.ndarray, "R S K"]  # the heaviest first, -1 where there is no token
+ExpertChoices = Int[np.ndarray, "R S K"]  # the heaviest first, -1 where there is no token
 
 
 class Overlap(NamedTuple):
@@ -35,7 +35,7 @@ class Agreement(NamedTuple):
     by_chance: float
 
 
-def overlap(first: Experts, second: Experts) -> Overlap:
+def overlap(first: ExpertChoices, second: ExpertChoices) -> Overlap:
     """Overlap of the choices of two routers with the same experts; OLMoE's router saturation.
 
     Of the k experts a token chose, the share that the other chose too: |A and B| / k.
@@ -46,7 +46,7 @@ def overlap(first: Experts, second: Experts) -> Overlap:
     return Overlap(float(np.mean(a[:, 0] == b[:, 0])), float(np.mean(both)))
 
 
-def overlap_by_chance(first: Experts, second: Experts) -> Overlap | None:
+def overlap_by_chance(first: ExpertChoices, second: ExpertChoices) -> Overlap | None:
     """Overlap that the experts' load alone would give: first against other documents of second."""
     if len(first) < 2:
         return None
@@ -54,7 +54,7 @@ def overlap_by_chance(first: Experts, second: Experts) -> Overlap | None:
     return Overlap(*np.mean(overlaps, axis=0).tolist())
 
 
-def agreement(first: Experts, second: Experts) -> Agreement | None:
+def agreement(first: ExpertChoices, second: ExpertChoices) -> Agreement | None:
     """Agreement of two routers up to a renumbering of experts; None for a single row."""
     observed = table(first[..., 0], second[..., 0])
     if len(first) < 2:
@@ -69,7 +69,16 @@ def agreement(first: Experts, second: Experts) -> Agreement | None:
 
 def matched(counts: Float[np.ndarray, "N M"]) -> float:
     """Share of a table's counts on the best matching of its rows and columns."""
+    partners = matching(counts)
+    columns = np.flatnonzero(partners >= 0)
+    return float(counts[partners[columns], columns].sum() / counts.sum())
+
+
+def matching(counts: Float[np.ndarray, "N M"]) -> Int[np.ndarray, " M"]:
+    """Row of each column in the best matching of a table; -1 for a column without one (M > N)."""
     from scipy.optimize import linear_sum_assignment
 
     rows, columns = linear_sum_assignment(counts, maximize=True)
-    return float(counts[rows, columns].sum() / counts.sum())
+    partners = np.full(counts.shape[1], -1)
+    partners[columns] = rows
+    return partners

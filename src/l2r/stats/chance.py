@@ -1,4 +1,4 @@
-"""What a number would be by chance: the same with documents (rows) permuted.
+"""Chance level of a number: the same number with documents (rows) permuted.
 
 Tokens of a document depend on each other, so whole rows change places and positions stay.
 """
@@ -28,7 +28,7 @@ def by_chance(rows: int, statistic: Callable[[Order], float]) -> Interval | None
 
 
 def other_rows(rows: int, draws: int = DRAWS) -> Iterator[Order]:
-    """For every row another one, none its own, each taken once; always the same draws."""
+    """Draw another row for every row, each taken once; always the same draws."""
     generator = np.random.default_rng(0)
     for _ in range(draws):
         circle = generator.permutation(rows)

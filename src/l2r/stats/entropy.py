@@ -25,7 +25,7 @@ def normalized_entropy(counts: Float[np.ndarray, " N"]) -> float:
 def table(
     first: Int[np.ndarray, "R S"], second: Int[np.ndarray, "R S"]
 ) -> Float[np.ndarray, "N M"]:
-    """Counts of each pair of labels, over places where both have one (not -1)."""
+    """Count each pair of labels, over places where both have one (not -1)."""
     real = (first >= 0) & (second >= 0)
     a, b = first[real].astype(np.int64), second[real].astype(np.int64)
     shape = (int(first.max()) + 1, int(second.max()) + 1)

@@ -7,8 +7,8 @@ import torch
 from l2r.analysis.diagnostics.choice_log import ChoiceLog, choices_of
 from l2r.analysis.diagnostics.collect import collect_records
 from l2r.analysis.diagnostics.model_diagnosis import DiagnosisSettings, diagnose_layers
-from l2r.analysis.diagnostics.over_time import saturation
 from l2r.analysis.diagnostics.routing_gain import RoutingGain
+from l2r.analysis.diagnostics.specialization import saturation
 from l2r.analysis.diagnostics.streaming_sums import margins
 from l2r.routers import capture
 from tests.analysis.diagnostics.models import batches, ours, stock

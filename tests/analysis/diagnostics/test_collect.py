@@ -10,14 +10,13 @@ from torch import nn
 from l2r import build_router, router_names
 from l2r.analysis.diagnostics import metrics
 from l2r.analysis.diagnostics import streaming_sums as sums
-from l2r.analysis.diagnostics.collect import collect_records
+from l2r.analysis.diagnostics.collect import TokenSample, collect_records
 from l2r.analysis.diagnostics.model_diagnosis import DiagnosisSettings, diagnose_layers
 from l2r.analysis.diagnostics.step_statistics import RouterWatch
-from l2r.analysis.diagnostics.token_sample import TokenSample
 from l2r.errors import InputError
+from l2r.files.diagnosis import read_diagnosis
 from l2r.routers import Router, capture
 from l2r.routers.observe import find_routers
-from l2r.runs.diagnosis import read_diagnosis
 from tests.analysis.diagnostics.models import batches, ours, stock
 from tests.processes import on_two_ranks
 

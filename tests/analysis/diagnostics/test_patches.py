@@ -9,14 +9,13 @@ from PIL import Image
 
 from l2r import capture
 from l2r.analysis.diagnostics.patches import patch_routing, validation_patches
+from l2r.files.arrays import PatchRouting
 from l2r.hf.models import L2rViTConfig, L2rViTForImageClassification
+from l2r.images.image_input import ImageInput
+from l2r.images.image_sources import open_images
+from l2r.images.images import CenterCrop, ImageDataset
 from l2r.report.patches import compare_patches, patch_figure
-from l2r.runs.patches import PatchRouting
-from l2r.training.data.crops import CenterCrop
-from l2r.training.data.image_sources import open_images
-from l2r.training.data.images import ImageDataset
-from l2r.training.image_input import ImageInput
-from l2r.training.recipes.vision_schema import ImageSection
+from l2r_lab.training.recipes.vision_schema import ImageSection
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from l2r.analysis.diagnostics.routing_gain import (
     batch_loss,
     measure_routing_gain,
     other_experts,
-    spread,
+    sample_evenly,
 )
 from l2r.hf.swap import swap_routers
 from l2r.routers.observe import find_routers, hooked
-from l2r.training.evaluation.perplexity import token_losses
+from l2r.text.perplexity import token_losses
 from tests.analysis.diagnostics.models import SIZES, batches, ours, stock
 
 
@@ -136,7 +136,7 @@ def test_weights_and_logits_stay_and_nothing_is_left_on_the_model():
 def test_rows_for_the_gain_are_spread_evenly(rows, size):
     numbers = torch.arange(12)
     batches = [{"row": part, "twice": 2 * part} for part in numbers.split(5)]
-    found = spread(batches, 12, rows, size)
+    found = sample_evenly(batches, 12, rows, size)
     assert max(len(batch["row"]) for batch in found) <= size
     every = -(-12 // rows)
     assert sorted(torch.cat([batch["row"] for batch in found]).tolist()) == [*range(0, 12, every)]
@@ -145,10 +145,9 @@ def test_rows_for_the_gain_are_spread_evenly(rows, size):
 
 def test_images_have_one_loss_each_so_more_of_them_count():
     images = [{"pixel_values": part} for part in torch.arange(5000).split(100)]
-    assert (
-        sum(len(batch["pixel_values"]) for batch in spread(images, 5000, 64, 50)) == 5000 // 3 + 1
-    )
-    assert sum(len(batch["pixel_values"]) for batch in spread(images[:3], 300, 64, 50)) == 300
+    for part, count, kept in ((images, 5000, 5000 // 3 + 1), (images[:3], 300, 300)):
+        found = sample_evenly(part, count, 64, 50)
+        assert sum(len(batch["pixel_values"]) for batch in found) == kept
 
 
 def test_the_loss_of_text_and_of_images():

@@ -11,9 +11,10 @@ from l2r.analysis.diagnostics.step_statistics import NUMBERS, RouterWatch, route
 from l2r.functional import load_balancing_loss, router_z_loss
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites
+from l2r.hf.swap.sites import running_sites as router_sites_and_others
 from l2r.hf.swap.swap import replace_routers
 from tests.analysis.diagnostics.models import ours
-from tests.hf.families import sample_tokens, tiny_model
+from tests.hf.families import FAULTS, LOOPED, each_rule, sample_tokens, tiny_model
 
 NAMES = ("olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
@@ -89,12 +90,69 @@ def test_capture_and_router_logits_give_the_same():
     with capture(model) as captured:
         output = model(ids, output_router_logits=True)
     first = router_statistics(captured).scalars()
-    assert first == router_statistics(output, top_k=2).scalars()
+    assert first == router_statistics(output, model=model).scalars()
     assert first == watched(model, {"input_ids": ids}).scalars()
     assert len(first) == 3 * len(NUMBERS)
     assert first["router/z_loss"] == pytest.approx(
         float(router_z_loss(captured.logits())), rel=1e-5
     )
+
+
+@pytest.mark.parametrize("name", each_rule(FAMILIES))
+@torch.no_grad()
+def test_statistics_of_every_family_are_of_the_tokens_that_a_step_trains_on(name):
+    """By capture, by a watch, and of a model's output, against counts of what experts get."""
+    model, ids = tiny_model(FAMILIES[name]), sample_tokens(3)
+    mask, labels = torch.ones_like(ids), ids.clone()
+    mask[1, 5:] = 0
+    labels[0, :4] = -100
+    call = {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
+    if not model.can_generate():
+        call["labels"] = (labels > 0).long().masked_fill(labels < 0, -100)
+    keep = (mask.bool() & (labels != -100)).flatten()
+    expected = {}
+    with capture(model) as captured:
+        output = model(**call, output_router_logits=True)
+    for path, calls in captured.outputs.items():
+        chosen = torch.cat([one.indices[keep] for one in calls]).flatten()
+        expected[path] = torch.bincount(chosen, minlength=calls[0].logits.shape[1])
+    watch = watched(model, call)
+    for found in (router_statistics(captured), watch):
+        assert found.layers == tuple(captured.layers.values())
+        for load, wanted in zip(found.load, expected.values(), strict=True):
+            assert torch.equal(load.long(), wanted)
+    parts = [{key: value[at] for key, value in call.items() if key != "use_cache"}
+             for at in (slice(0, 1), slice(1, 3))]  # fmt: skip
+    if name not in FAULTS and name not in LOOPED:
+        both = watched(model, *parts)
+        assert both.scalars() == pytest.approx(watch.scalars(), rel=1e-3)
+    logits = [layer for layer in getattr(output, "router_logits", None) or () if layer is not None]
+    by_token = any(site.by_token for site in router_sites_and_others(model))
+    if len(logits) == len(expected) and not by_token:
+        stated = router_statistics(output, mask=keep, model=model)
+        assert stated.layers == watch.layers
+        assert stated.scalars() == pytest.approx(watch.scalars(), rel=1e-5)
+
+
+def test_packed_documents_count_without_their_borders_labels():
+    """Two documents in a row: the first token of each has no label, as collators pack them."""
+    model, ids = tiny_model(FAMILIES["qwen3_moe"]), sample_tokens(1)
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    labels = ids.masked_fill(positions == 0, -100)
+    found = watched(model, {"input_ids": ids, "position_ids": positions, "labels": labels})
+    assert all(load.sum() == 2 * 10 for load in found.load)
+
+
+def test_calls_without_gradients_do_not_count_in_training():
+    model, ids = tiny_model(FAMILIES["mixtral"]).train(), sample_tokens()
+    watch = RouterWatch(model)
+    watch.start()
+    model.generate(ids, max_new_tokens=4, do_sample=True)
+    model(ids)
+    assert all(load.sum() == 2 * ids.numel() for load in watch.read().load)
+    watch.start()
+    model(ids, labels=torch.full_like(ids, -100))
+    assert watch.read() is None  # nothing is trained on
 
 
 @torch.no_grad()
@@ -160,8 +218,12 @@ def test_the_picture_shows_dead_fair_and_full_experts():
 
 
 def test_sources_without_routed_tokens_are_refused():
-    with pytest.raises(ValueError, match="top_k is needed"):
+    with pytest.raises(ValueError, match="pass the model too"):
         router_statistics(ours()(sample_tokens(), output_router_logits=True))
+    mixed = tiny_model(FAMILIES["phimoe"])
+    output = mixed.train()(sample_tokens(), output_router_logits=True)
+    with pytest.raises(ValueError, match=r"do not tell the experts.*use l2r\.capture"):
+        router_statistics(output, model=mixed)
     for nothing in ([], None, ours()(sample_tokens())):
         with pytest.raises(ValueError, match="source must be what capture recorded"):
             router_statistics(nothing)
@@ -169,3 +231,22 @@ def test_sources_without_routed_tokens_are_refused():
         pass
     with pytest.raises(ValueError, match="it has no layer"):
         router_statistics(captured)
+
+
+@pytest.mark.parametrize("kind", ["own", "stock mixtral", "swapped deepseek_v3"])
+@torch.no_grad()
+def test_a_loop_that_calls_the_model_inside_counts_no_padding(kind):
+    """As those do that compute logits of the answers alone."""
+    model, ids = model_of(kind), sample_tokens(3)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    found = []
+    for called in (model, model.base_model):
+        with capture(model) as captured:
+            called(input_ids=ids, attention_mask=mask, use_cache=False)
+        assert [call.rows for call in captured.model_calls()] == [3]
+        found.append(router_statistics(captured).scalars())
+    assert (
+        found[0] == found[1] == watched(model, {"input_ids": ids, "attention_mask": mask}).scalars()
+    )
+    assert found[0] != router_statistics(captured, mask=torch.ones_like(ids)).scalars()

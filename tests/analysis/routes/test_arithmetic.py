@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from l2r.analysis.diagnostics.flips import bf16_copy
+from l2r.analysis.diagnostics.robustness import bf16_copy
 from l2r.analysis.routes.arithmetic import in_other_arithmetic, rounded
 from l2r.hf.swap.families import FAMILIES
 from l2r.routers.observe import find_routers

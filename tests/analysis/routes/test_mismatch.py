@@ -11,13 +11,18 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 from l2r import L2RConfig, record, replay
 from l2r.analysis.certificates.attack import exact
 from l2r.analysis.certificates.certify import certify, holds_within
-from l2r.analysis.routes.mismatch import Comparison, _divergence, compare_models, compare_routes
-from l2r.analysis.routes.model_reading import Reading
+from l2r.analysis.routes.mismatch import (
+    Comparison,
+    RoutingRun,
+    _divergence,
+    compare_models,
+    compare_routes,
+)
+from l2r.files.mismatch import NO_STATEMENT
 from l2r.hf.swap import running_sites
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.swap import replace_routers
 from l2r.routers.observe import find_routers, watched
-from l2r.runs.mismatch import NO_STATEMENT
 from tests.analysis.diagnostics.models import SIZES, batches, ours, stock
 from tests.hf.families import sample_tokens, tiny_model
 from tests.tiers import few
@@ -102,7 +107,7 @@ def test_what_the_routers_own_rounding_can_change_is_not_certified():
         near = x - ((x * unit).sum(1) - radius)[:, None] * unit
         kept = (near @ weight.T).topk(3).indices.eq(best.indices).all(1)  # the same boundary
         near = near[kept].float()
-        reading = Reading(None, [near, near], [], None)
+        reading = RoutingRun(None, [near, near], [], None)
         router = next(iter(find_routers(model).values()))
         proved = certify(exact(router), near.double()).topk > 0
         assert kept.sum() > 5 and proved.float().mean() > 0.5

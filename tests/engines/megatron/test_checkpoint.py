@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.checkpoints import small_tokenizer
 from tests.engines.engines import (
     SIPS,
     assert_close,
@@ -13,7 +14,6 @@ from tests.engines.engines import (
     next_token_loss,
     periodic,
 )
-from tests.training.evaluation.conftest import small_tokenizer
 
 from .models import EXPERTS, LAYERS, VOCABULARY, forward, one_rank, scale, small
 

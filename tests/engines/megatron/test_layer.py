@@ -35,7 +35,7 @@ from megatron.core.transformer.module import Float16Module  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # isort: skip
 
-from l2r.engines.olmoe_tensors import Tensors  # isort: skip
+from l2r.engines.olmoe_tensors import OlmoeTensors  # isort: skip
 from l2r.engines.megatron import L2RTopKRouter, plug  # isort: skip
 from l2r.engines.megatron.checkpoint import _pairs, to_hugging_face  # isort: skip
 
@@ -87,8 +87,10 @@ def test_model_equals_ours(kind):
         assert_close(logged[name].mean(), value, name, scale=scale)
     wide = backward_in_float64(ours, ids, layers * BALANCE, layers * Z)
     gradients = [{name: p.grad for name, p in m.named_parameters()} for m in (ours, wide, model)]
-    mine, exact, theirs = (Tensors("", g) for g in gradients)
-    check_gradients(_pairs(model, mine, theirs), _pairs(model, exact, Tensors("", gradients[2])))
+    mine, exact, theirs = (OlmoeTensors("", g) for g in gradients)
+    check_gradients(
+        _pairs(model, mine, theirs), _pairs(model, exact, OlmoeTensors("", gradients[2]))
+    )
 
 
 def test_the_engines_own_options_change_what_follows_the_logits():

@@ -2,7 +2,7 @@
 
     .engines/megatron/bin/python -W ignore -m tests.engines.megatron.walk
 
-prints the rows of dev/megatron.md.
+prints the rows of results/engines/megatron.md.
 
 Weights are larger than freshly drawn ones, so that attention, experts and routers matter; all rows
 have the same. A row moves where the engine's own logits change by over 1% of the largest.

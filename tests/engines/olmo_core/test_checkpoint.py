@@ -6,6 +6,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from l2r.errors import InputError
 from l2r.routers import RouterConfig
+from tests.checkpoints import small_tokenizer
 from tests.engines.engines import (
     SIPS,
     assert_close,
@@ -13,7 +14,6 @@ from tests.engines.engines import (
     next_token_loss,
     periodic,
 )
-from tests.training.evaluation.conftest import small_tokenizer
 
 from .models import EXPERTS, LAYERS, TOP_K, VOCABULARY, WIDTH, configuration, small
 

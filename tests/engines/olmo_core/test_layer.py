@@ -16,7 +16,7 @@ from tests.engines.engines import (
 
 from .models import LAYERS, VOCABULARY, WEIGHTS, small
 
-from l2r.engines.olmoe_tensors import Tensors  # isort: skip
+from l2r.engines.olmoe_tensors import OlmoeTensors  # isort: skip
 from l2r.engines.olmo_core.checkpoint import _pairs, to_hugging_face  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:Grouped GEMM not available")
@@ -58,5 +58,7 @@ def test_model_equals_ours(kind, reordered_norm):
     ):
         assert_close(metrics[f"{name} unscaled"][0] / LAYERS, value, name, scale=scale)
     gradients = [{name: p.grad for name, p in m.named_parameters()} for m in (ours, wide, model)]
-    mine, exact, theirs = (Tensors("", g) for g in gradients)
-    check_gradients(_pairs(model, mine, theirs), _pairs(model, exact, Tensors("", gradients[2])))
+    mine, exact, theirs = (OlmoeTensors("", g) for g in gradients)
+    check_gradients(
+        _pairs(model, mine, theirs), _pairs(model, exact, OlmoeTensors("", gradients[2]))
+    )

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from l2r.engines.serve import server
 from l2r.engines.serve.server import ServeOptions
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
-from tests.training.evaluation.conftest import TINY, small_tokenizer
+from tests.checkpoints import TINY, small_tokenizer
 
 for package in ("starlette", "uvicorn"):
     pytest.importorskip(package, reason="the serve extra is not installed")

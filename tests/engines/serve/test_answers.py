@@ -7,12 +7,11 @@ import torch
 
 from l2r import L2RConfig, swap_routers
 from l2r.engines.serve.answers import ChatAnswer, CompletionAnswer
-from l2r.engines.serve.sampling import Choice, Sampler, Sampling
-from l2r.engines.serve.sequence import Step
+from l2r.engines.serve.sequence import Choice, Sampler, Sampling, StreamedToken
 from l2r.hf.checkpoints.export import export_remote_code
-from l2r.hf.checkpoints.loading import load_causal_lm
+from l2r.hf.checkpoints.pretrained import load_causal_lm
+from tests.checkpoints import checkpoint
 from tests.engines.serve.conftest import CONTEXT, serving
-from tests.training.evaluation.conftest import checkpoint
 
 __all__ = ["checkpoint"]
 PROMPT, NEW = "Question: what is", 12
@@ -238,7 +237,7 @@ def test_bytes_are_given_for_whole_characters(small_tokenizer):
     """A token of half a character has bytes that its text does not show."""
     chat = ChatAnswer("served", small_tokenizer, logprobs=True)
     tokens = small_tokenizer("a\u00e9")["input_ids"]
-    steps = [Step(Choice(token, -1.0), "", "length") for token in tokens]
+    steps = [StreamedToken(Choice(token, -1.0), "", "length") for token in tokens]
     content = chat.whole([steps], 1)["choices"][0]["logprobs"]["content"]
     assert [entry["bytes"] for entry in content] == [[97], None, None]
 
@@ -255,7 +254,7 @@ def test_a_text_of_many_tokens_has_the_likeliest_value(small_tokenizer):
         (Choice(letter, -3.0, likeliest), {"\ufffd": -1.0, "b": -3.0}),  # the chosen one too
         (Choice(letter, -3.0), {"b": -3.0}),
     ]:
-        whole = form.whole([[Step(choice, "", "length")]], 1)
+        whole = form.whole([[StreamedToken(choice, "", "length")]], 1)
         assert whole["choices"][0]["logprobs"]["top_logprobs"] == [expected]
 
 

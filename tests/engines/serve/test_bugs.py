@@ -8,8 +8,8 @@ from tests.cli.test_bugs import ERRORS, function_of
 from tests.engines.serve.test_load import until
 
 PLACES = {
-    "prompt": "engines.serve.prompts:Prompts._completion",
-    "token": "engines.serve.sampling:Sampler.__call__",
+    "prompt": "l2r.engines.serve.prompts:Prompts._completion",
+    "token": "l2r.engines.serve.sequence:Sampler.__call__",
 }
 
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer
 
-from l2r.engines.serve.chat_template import ChatTemplate
-from l2r.engines.serve.errors import RequestError
-from l2r.engines.serve.limits import ServeLimits
+from l2r.engines.serve.options import ServeLimits
+from l2r.engines.serve.prompts import ChatTemplate
+from l2r.engines.serve.requests import RequestError
 from tests.engines.serve.conftest import CONTEXT, TEMPLATE, serving
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 POWER = "{{ (messages|length + 9) ** (10 ** 9) }}"  # one call of C: no signal ends it
-LIMITS = ServeLimits(context=CONTEXT, template_seconds=0.3)
+LIMITS = ServeLimits(context=CONTEXT, template_timeout=0.3)
 ONE = [{"role": "user", "content": "yes"}]
 
 
@@ -42,7 +42,7 @@ CHATS = [
 @pytest.mark.parametrize("messages", CHATS, ids=["one", "two", "empty"])
 def test_a_text_is_that_of_transformers(messages, of):
     template = TEMPLATE + "{{ eos_token }}{% if add_generation_prompt %}assistant: {% endif %}"
-    chats = of(template, replace(LIMITS, template_seconds=60))
+    chats = of(template, replace(LIMITS, template_timeout=60))
     expected = chats._tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
     )
@@ -55,7 +55,7 @@ def test_a_template_without_an_end_is_ended_and_the_next_chat_is_rendered(templa
     with pytest.raises(RequestError, match=r"did not end within 0\.3 seconds") as error:
         chats.render([{"role": "user", "content": "go"}])
     assert error.value.status == 503 and "did not end" in chats.trouble
-    chats._limits = ServeLimits(template_seconds=60)
+    chats._limits = ServeLimits(template_timeout=60)
     assert chats.render(ONE) == "well" and chats.trouble is None
 
 
@@ -71,7 +71,7 @@ def test_a_template_without_an_end_is_ended_and_the_next_chat_is_rendered(templa
     ids=["memory", "length", "refusal", "syntax", "sandbox"],
 )
 def test_a_template_that_fails_is_a_bad_request(template, reason, of):
-    chats = of(template, replace(LIMITS, template_seconds=60))
+    chats = of(template, replace(LIMITS, template_timeout=60))
     for _ in range(2):
         with pytest.raises(RequestError, match=reason) as error:
             chats.render(ONE)
@@ -80,7 +80,7 @@ def test_a_template_that_fails_is_a_bad_request(template, reason, of):
 
 
 def test_a_process_that_was_killed_is_replaced(of):
-    chats = of(TEMPLATE, replace(LIMITS, template_seconds=60))
+    chats = of(TEMPLATE, replace(LIMITS, template_timeout=60))
     text = chats.render(ONE)
     chats._renderer._process.kill()
     with pytest.raises(RequestError, match="ended its process"):
@@ -102,7 +102,7 @@ def test_completions_go_on_beside_a_template_that_loops(folder, tmp_path):
     (tmp_path / "chat_template.jinja").unlink()
     template = f"{{% if messages[0].content == 'go' %}}{LOOP}{{% endif %}}yes"
     (tmp_path / "chat_template.jinja").write_text(template)
-    limits = ServeLimits(template_seconds=3)
+    limits = ServeLimits(template_timeout=3)
     with serving(tmp_path, limits=limits) as client, ThreadPoolExecutor(1) as pool:
         assert client.chat().status == 200
         begun = time.monotonic()

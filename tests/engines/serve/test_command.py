@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
+from tests.checkpoints import checkpoint, small_tokenizer
 from tests.engines.serve.conftest import CONTEXT, Client
 from tests.engines.serve.test_load import until
-from tests.training.evaluation.conftest import checkpoint, small_tokenizer
 
 __all__ = ["checkpoint", "small_tokenizer"]
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from l2r.engines.serve.doors import Doors
-from l2r.engines.serve.limits import ServeLimits
+from l2r.engines.serve.options import ServeLimits
+from l2r.engines.serve.web_app import HostAndLoadMiddleware
 
 OWN, EVIL = (b"origin", b"http://localhost:80"), (b"origin", b"http://evil.example")
 HOST, OTHER = (b"host", b"localhost:80"), (b"host", b"evil.example")
@@ -21,8 +21,8 @@ def status(headers):
     async def send(message):
         sent.append(message)
 
-    doors = Doors(app, host="127.0.0.1", allowed=[], limits=ServeLimits())
-    asyncio.run(doors({"type": "http", "method": "GET", "headers": headers}, None, send))
+    middleware = HostAndLoadMiddleware(app, host="127.0.0.1", allowed=[], limits=ServeLimits())
+    asyncio.run(middleware({"type": "http", "method": "GET", "headers": headers}, None, send))
     return sent[0]["status"]
 
 

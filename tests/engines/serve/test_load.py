@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from l2r.engines.serve.limits import ServeLimits
+from l2r.engines.serve.options import ServeLimits
 from l2r.engines.serve.sequence import Sequence
 from tests.engines.serve.conftest import CONTEXT, serving
 
@@ -100,7 +100,7 @@ def test_a_request_whose_client_left_is_never_begun(batching, folder, gate, monk
 
 @MODES
 def test_health_is_503_while_no_token_comes(batching, folder, gate):
-    limits = ServeLimits(stall_seconds=0)
+    limits = ServeLimits(stall_timeout=0)
     with serving(folder, continuous_batching=batching, limits=limits) as client:
         assert client.ask("/health").status == 200
         with sent(client, max_tokens=2) as connection:
@@ -123,7 +123,7 @@ def test_health_is_503_when_the_worker_is_gone(batching, folder):
 
 def test_more_requests_than_allowed_are_told_to_wait(folder, gate):
     with (
-        serving(folder, limits=ServeLimits(requests=1)) as client,
+        serving(folder, limits=ServeLimits(max_requests=1)) as client,
         sent(client, max_tokens=2) as first,
     ):
         assert gate.reached.wait(60)
@@ -201,7 +201,7 @@ def test_a_stream_that_nobody_takes_ends_when_others_wait(folder, gate):
     many = {"prompt": "a", "max_tokens": CONTEXT - 10, "n": 8, "stream": True, "logprobs": 5}
     body = json.dumps({"model": "served", **many}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-    with serving(folder, limits=ServeLimits(unread=20)) as client, socket.socket() as stalled:
+    with serving(folder, limits=ServeLimits(max_unread=20)) as client, socket.socket() as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**11)
         stalled.connect(("localhost", client.port))
         stalled.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
@@ -214,7 +214,7 @@ def test_a_stream_that_nobody_takes_ends_when_others_wait(folder, gate):
 def test_a_stream_that_is_taken_goes_on_while_others_wait(folder, gate):
     gate.open()
     with (
-        serving(folder, limits=ServeLimits(unread=20)) as client,
+        serving(folder, limits=ServeLimits(max_unread=20)) as client,
         sent(client, stream=True, logprobs=5) as connection,
     ):
         assert gate.reached.wait(60)

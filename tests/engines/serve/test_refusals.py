@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from l2r.engines.serve.limits import ServeLimits
+from l2r.engines.serve.options import ServeLimits
 from l2r.engines.serve.requests import IGNORED, ChatRequest, CompletionRequest
 from tests.engines.serve.bad_requests import (
     BODIES,
@@ -186,15 +186,15 @@ def test_the_page_has_the_limits():
     limits, page = ServeLimits(), (ROOT / "docs" / "serving.md").read_text()
     tables = [line.strip("| ").split(" | ") for line in page.splitlines() if line[:1] == "|"]
     rows = {cells[0]: cells[1] for cells in tables if len(cells) > 1}
-    assert rows["choices of a request, prompts times `n`"] == f"{limits.choices}"
-    assert rows["requests in flight"] == f"{limits.requests}, `--max-requests`"
-    assert rows["seconds until a request's head is there"] == f"{limits.head_seconds}"
-    assert rows["seconds until its body is there"] == f"{limits.body_seconds}"
-    assert rows["seconds until a client takes what was written"] == f"{limits.take_seconds}"
-    assert rows["seconds of a chat template"] == f"{limits.template_seconds}"
+    assert rows["choices of a request, prompts times `n`"] == f"{limits.max_choices}"
+    assert rows["requests in flight"] == f"{limits.max_requests}, `--max-requests`"
+    assert rows["seconds until a request's header is there"] == f"{limits.header_timeout}"
+    assert rows["seconds until its body is there"] == f"{limits.body_timeout}"
+    assert rows["seconds until a client takes what was written"] == f"{limits.write_timeout}"
+    assert rows["seconds of a chat template"] == f"{limits.template_timeout}"
     assert rows["memory of a chat template"] == f"{limits.template_bytes // 2**30} GiB"
-    assert rows["tokens of a stream not taken, while others wait"] == f"{limits.unread}"
-    assert rows["seconds of work without a token"] == f"{limits.stall_seconds}"
+    assert rows["tokens of a stream not taken, while others wait"] == f"{limits.max_unread}"
+    assert rows["seconds of work without a token"] == f"{limits.stall_timeout}"
     assert f"{limits.characters // limits.context} times the context" in page
     fields = CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys() | {*IGNORED}
     assert not {field for field in fields - {"prompt", "messages"} if f"`{field}`" not in page}

@@ -10,12 +10,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from l2r import record, replay
-from l2r.engines.serve.routed import RoutedTokens
-from l2r.hf.checkpoints.loading import load_causal_lm
+from l2r.engines.serve.sequence import RoutedTokens
+from l2r.hf.checkpoints.pretrained import load_causal_lm
 from l2r.hf.routes import Fingerprint, from_vllm
 from l2r.hf.routes.layers import fingerprint_of
+from tests.checkpoints import TINY
 from tests.engines.serve.conftest import serving
-from tests.training.evaluation.conftest import TINY
 
 openai = pytest.importorskip("openai", reason="the test extra is not installed")
 ASKED = {"return_routed_experts": True, "return_token_ids": True}

@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from l2r.engines.serve.answers import ChatAnswer, CompletionAnswer
-from l2r.engines.serve.sampling import Sampling
-from l2r.engines.serve.sequence import Sequence
-from l2r.engines.serve.streamed_text import Text
+from l2r.engines.serve.sequence import Sampling, Sequence, StreamedText
 
 UNKNOWN = 10_000  # an id that a model has and its tokenizer has not
 # Words with and without a space, special tokens, and characters of two and three bytes.
@@ -23,7 +21,7 @@ pieces = st.lists(st.sampled_from(PIECES), max_size=30).map(lambda parts: list(c
 
 def read(tokenizer, tokens, stop=(), prompt=()):
     """What was given out after each token; what is held back comes with the last."""
-    text, parts = Text(tokenizer, stop, prompt=prompt), []
+    text, parts = StreamedText(tokenizer, stop, prompt=prompt), []
     for token in tokens:
         parts.append(text.push(token))
         if text.stopped:

@@ -2,7 +2,7 @@
 
     .engines/torchtitan/bin/python -m tests.engines.torchtitan.walk
 
-prints the table of dev/torchtitan.md.
+prints the table of results/engines/torchtitan.md.
 """
 
 import copy
@@ -440,7 +440,7 @@ def rows():
 
 
 def table(found):
-    """The table of dev/torchtitan.md."""
+    """The table of results/engines/torchtitan.md."""
     lines = []
     for row in found:
         moved = "" if row.moved is None else f"{row.moved:.0%}"

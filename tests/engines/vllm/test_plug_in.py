@@ -361,7 +361,7 @@ def test_a_family_that_vllm_lacks_is_refused_in_a_line_or_left_to_its_code(tmp_p
 
 @pytest.mark.filterwarnings("ignore::l2r.hf.swap.swap.UntrainedRoutersWarning")
 def test_a_family_whose_class_in_vllm_chooses_other_experts_is_refused(tmp_path, monkeypatch):
-    """Laguna: 150 of 168 choices from equal hidden states, measured in dev/vllm.md."""
+    """Laguna: 150 of 168 choices from equal hidden states, measured in results/engines/vllm.md."""
     vllm = stand_in(
         monkeypatch,
         LagunaForCausalLM="laguna",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoProcessor
 
 from l2r import L2RConfig, LinearConfig, XMoEConfig
 from l2r.hf.checkpoints.copying import CheckpointCopy
@@ -16,8 +17,11 @@ from l2r.hf.checkpoints.pretrained import load_pretrained, save_model
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.swap import replace_routers
+from tests.checkpoints import small_tokenizer
 from tests.hf.families import TINY, sample_tokens, tiny_model
 from tests.tiers import few_families
+
+__all__ = ["small_tokenizer"]
 
 CONFIG = L2RConfig(rank=2, heads=4)
 
@@ -223,3 +227,57 @@ def test_damage_is_refused_in_one_line_and_nothing_is_written(damage, tmp_path, 
 def _stock(tmp_path):
     tiny_model(FAMILIES["olmoe"]).save_pretrained(tmp_path / "stock")
     return tmp_path / "stock"
+
+
+PROCESSOR = """
+from transformers import ProcessorMixin
+class OtherProcessor(ProcessorMixin):
+    @classmethod
+    def from_pretrained(cls, folder, **options):
+        return cls.__name__
+"""
+
+
+def test_code_of_a_tokenizer_and_a_processor_that_the_configuration_names_is_kept(
+    l2r, tmp_path, small_tokenizer
+):
+    """Entries of auto_map and their file, through a swap, a swap again and an export.
+
+    transformers 5.24 reads that of the processor; older ones that of the tokenizer too.
+    """
+    old, new, again, exported = (tmp_path / name for name in ("old", "new", "again", "exported"))
+    tiny_model(FAMILIES["mixtral"]).save_pretrained(old)
+    small_tokenizer.save_pretrained(old)
+    (old / "processing_other.py").write_text(PROCESSOR)
+    names = {
+        "AutoTokenizer": [None, "tokenization_other.OtherTokenizer"],
+        "AutoProcessor": "processing_other.OtherProcessor",
+    }
+    values = json.loads((old / "config.json").read_text())
+    (old / "config.json").write_text(json.dumps({**values, "auto_map": names}))
+    assert l2r("swap", old, "rank=2", "heads=4", "--out", new).code == 0
+    assert l2r("swap", new, "rank=4", "heads=2", "--out", again).code == 0
+    assert l2r("export", again, "--out", exported).code == 0
+    for folder in (old, new, again, exported):
+        found = json.loads((folder / "config.json").read_text())["auto_map"]
+        assert {name: found[name] for name in names} == names
+        assert (folder / "processing_other.py").read_text() == PROCESSOR
+        opened = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+        assert opened == "OtherProcessor"
+        assert load_pretrained(folder).can_generate()  # by no code of the folder
+    card = (new / "README.md").read_text()
+    assert "pip install 'l2r-moe[lm]'" in card and "trust_remote_code" not in card
+
+
+def test_code_of_a_tokenizer_stays_named_after_a_swap_in_memory(tmp_path):
+    tokenizers = {"AutoTokenizer": [None, "tokenization_other.OtherTokenizer"]}
+    model = tiny_model(FAMILIES["mixtral"])
+    model.config.auto_map = {"AutoConfig": "configuration_other.Other", **tokenizers}
+    replace_routers(model, CONFIG)
+    for folder in (tmp_path / "once", tmp_path / "twice"):
+        model.save_pretrained(folder)
+        named = json.loads((folder / "config.json").read_text())["auto_map"]
+        assert named["AutoTokenizer"] == tokenizers["AutoTokenizer"]
+        assert "l2r-moe" in named["AutoConfig"]
+        model = load_pretrained(folder)
+        assert model.config.auto_map == tokenizers

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from l2r.hf.checkpoints.digest import checkpoint_digest
+from l2r.hf.checkpoints.folders import checkpoint_digest
 
 SMALL = [
     "config.json",

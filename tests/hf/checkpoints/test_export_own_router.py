@@ -17,7 +17,7 @@ import dataclasses
 {line}
 
 from l2r.routers.linear import LinearConfig, LinearRouter
-from l2r.routers.registry import register_router
+from l2r.routers.base import register_router
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

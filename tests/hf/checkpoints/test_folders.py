@@ -6,7 +6,7 @@ import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
 from l2r.hf.checkpoints.folders import check_reads, check_reads_text, has_tokenizer
-from l2r.hf.checkpoints.loading import load_tokenizer
+from l2r.hf.checkpoints.pretrained import load_tokenizer
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from l2r.hf.checkpoints import load_tokenizer, token_ids, tokenizer_errors
-from l2r.training.data.sample_text import spread_rows
-from l2r.training.data.tokenizer import load_tokenizer as load_for_data
-from l2r.training.evaluation.text_scoring import read_tokens
+from l2r.text.losses_on_text import read_tokens
+from l2r.text.rows import spread_rows
+from l2r.text.tokenizer import load_tokenizer as load_for_data
 
 LETTERS = {letter: number for number, letter in enumerate(["<|endoftext|>", *"ab "])}
 
@@ -110,11 +110,11 @@ def test_a_good_tokenizer_and_what_is_said_meanwhile_are_left_alone(folder, capf
     steps = [normalizers.Replace(" ", "  "), normalizers.Prepend("a"), normalizers.Lowercase()]
     state = json.loads(normalizers.Sequence(steps).__getstate__())
     change(folder, normalizer=state)
-    from l2r.hf.checkpoints import loading
+    from l2r.hf.checkpoints import pretrained
 
-    real = loading.AutoTokenizer.from_pretrained
+    real = pretrained.AutoTokenizer.from_pretrained
     said = lambda *a, **k: (os.write(2, b"a warning\n"), real(*a, **k))[1]  # noqa: E731
-    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", said)
+    monkeypatch.setattr(pretrained.AutoTokenizer, "from_pretrained", said)
     assert token_ids(load_tokenizer(folder), "A b") == [1, 1, 3, 3, 2]
     assert capfd.readouterr().err == "a warning\n"
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import l2r
-from l2r.hf.checkpoints.hub import _snapshot, local_checkpoint
+from l2r.hf.checkpoints.folders import _snapshot, local_checkpoint
 from l2r.hf.swap.families import FAMILIES
 from tests.hf.families import sample_tokens, tiny_model
 
@@ -150,7 +150,7 @@ def test_a_filled_cache_is_read_offline_and_once(hub, monkeypatch):
 def test_what_is_neither_a_folder_nor_on_the_hub_is_one_line(
     hub, name, revision, message, monkeypatch
 ):
-    monkeypatch.setattr("l2r.hf.checkpoints.hub._snapshot", asked := Mock(wraps=_snapshot))
+    monkeypatch.setattr("l2r.hf.checkpoints.folders._snapshot", asked := Mock(wraps=_snapshot))
     with pytest.raises(ValueError, match=message) as error:
         local_checkpoint(name, revision=revision)
     assert "\n" not in str(error.value)

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 import l2r
 from l2r import L2RConfig
 from l2r.hf.checkpoints import placement
-from l2r.hf.checkpoints.loading import load_model
 from l2r.hf.checkpoints.placement import Placement
+from l2r.hf.checkpoints.pretrained import load_model
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.swap import replace_routers
-from l2r.training.data.manifest import TokenizerIdentity
-from l2r.training.data.token_writer import write_token_files
+from l2r.text.manifest import TokenizerIdentity
+from l2r.text.token_writer import write_token_files
 from tests.hf.families import sample_tokens, tiny_model
 
 

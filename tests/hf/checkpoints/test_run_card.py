@@ -7,15 +7,15 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from l2r.files.diagnosis import read_diagnosis
+from l2r.files.final_losses import final_losses
+from l2r.files.folder import RunFolder
 from l2r.hf.checkpoints import load_causal_lm
 from l2r.hf.checkpoints.run_card import run_of_checkpoint, run_sections, update_card
 from l2r.hf.models.card import CARD, is_untouched
-from l2r.runs.diagnosis import read_diagnosis
-from l2r.runs.final_losses import final_losses
-from l2r.runs.folder import RunFolder
-from l2r.studies.measure import diagnose_run
-from l2r.training.loop import train
-from l2r.training.recipes.load import load_recipe
+from l2r_lab.studies.measure import diagnose_run
+from l2r_lab.training.loop import train
+from l2r_lab.training.recipes.load import load_recipe
 
 pytestmark = pytest.mark.usefixtures("coarse")
 

@@ -241,7 +241,7 @@ def test_a_router_that_the_files_cannot_hold_is_refused(copied):
 
 def test_quantized_files_may_pack_their_parameters(copied, monkeypatch):
     """Sixteen parameters to a number are no reason to refuse; without a quantizer they are."""
-    monkeypatch.setattr("l2r.hf.models.weight_files._SPARE", 0)
+    monkeypatch.setattr("l2r.hf.models.weight_files._MAX_MISSING", 0)
     folder = copied("stock")
     shapes = weight_files._stored_shapes(folder)
     few = {"packed": (sum(math.prod(shape) for shape in shapes.values()) // 12,)}

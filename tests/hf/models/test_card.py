@@ -1,5 +1,6 @@
-"""The model card: what it says, that its code runs, and that a person's is kept."""
+"""The model card: what it says, that its code runs, and that an edited one is kept."""
 
+import hashlib
 import re
 
 import pytest
@@ -101,7 +102,7 @@ def test_a_card_is_written_again_until_a_person_edits_it(tmp_path):
     assert first != second and "| `heads` | 5 |" in second
     mine = second.replace("license: unknown", "license: mit")
     (tmp_path / CARD).write_text(mine)
-    with pytest.warns(UserWarning, match=rf"{CARD} is a person's .* remove it and save again"):
+    with pytest.warns(UserWarning, match=rf"{CARD} was edited, .* remove it and save again"):
         olmoe().save_pretrained(tmp_path)
     assert (tmp_path / CARD).read_text() == mine
     (tmp_path / CARD).write_bytes(second.replace("\n", "\r\n").encode())  # git did, not a person
@@ -109,9 +110,21 @@ def test_a_card_is_written_again_until_a_person_edits_it(tmp_path):
     assert (tmp_path / CARD).read_text() == first
 
 
+def test_a_card_of_0_3_is_written_again_unless_it_was_edited(tmp_path):
+    """Its last line had other words around the checksum."""
+    olmoe().save_pretrained(tmp_path)
+    text, mark = (tmp_path / CARD).read_text().rsplit("<!--", 1)
+    text += "Of 0.3.\n\n"
+    total = hashlib.sha256(text.encode()).hexdigest()
+    words = "Written by l2r-moe; kept as it is once its text has another sum than"
+    old = f"{text}<!-- {words} {total} -->\n"
+    assert "edited cards are not overwritten" in mark
+    assert is_untouched(old) and not is_untouched(old.replace("Of 0.3", "Of me"))
+
+
 def test_a_card_of_another_tool_is_kept(tmp_path):
     (tmp_path / CARD).write_text("# Mine\n")
-    with pytest.warns(UserWarning, match="is a person's"):
+    with pytest.warns(UserWarning, match="was edited"):
         olmoe().save_pretrained(tmp_path)
     assert (tmp_path / CARD).read_text() == "# Mine\n"
 

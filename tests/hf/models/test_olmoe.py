@@ -14,12 +14,12 @@ from transformers import (
 from transformers.integrations import moe as hf_moe
 
 from l2r import capture
+from l2r.files.shared_settings import PAPER_ROUTERS
 from l2r.hf.checkpoints import load_causal_lm
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
-from l2r.hf.models.activation_checkpointing import checkpoint_activations
 from l2r.hf.models.olmoe import L2rOlmoeModel
+from l2r.hf.models.version_names import checkpoint_activations
 from l2r.routers import Router
-from l2r.runs.router_names import PAPER_ROUTERS
 from tests.processes import script
 from tests.tiers import few
 

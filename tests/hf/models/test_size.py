@@ -8,7 +8,7 @@ import torch
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM, L2rViTConfig
 from l2r.hf.models.size import model_size
 from l2r.hf.models.vit import L2rViTForImageClassification
-from l2r.training.recipes.load import recipes_in
+from l2r_lab.training.recipes.load import recipes_in
 
 
 def test_active_parameters_of_olmoe_are_those_one_token_meets():

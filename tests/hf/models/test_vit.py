@@ -14,12 +14,12 @@ from transformers import (
 )
 
 from l2r import capture
+from l2r.files.shared_settings import PAPER_ROUTERS
 from l2r.hf.checkpoints import load_image_classifier
 from l2r.hf.models import L2rViTConfig, L2rViTForImageClassification
 from l2r.hf.models.size import vit_cost, vit_s_costs
 from l2r.hf.models.vit import L2rViTModel
 from l2r.moe import MoELayer
-from l2r.runs.router_names import PAPER_ROUTERS
 
 SMALL = {
     "hidden_size": 32,

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from l2r import record, replay
+from l2r import capture, record, replay
 from l2r.hf.swap.families import FAMILIES
 from tests.hf.routes.models import drawn_for, family_model, token_ids
 from tests.tiers import few_families
@@ -183,3 +183,18 @@ def test_a_forward_from_before_the_block_is_recomputed_as_it_was(direct, later):
         if not later:
             loss_of(model, batches[1])
     assert_close(gradients_of(model), expected)
+
+
+def test_routers_are_captured_inside_a_replay():
+    """Replay puts its own function around the checkpointing one, whose kind stays known."""
+    model, batches, routes = setup("mixtral", False)
+    enable(model, reentrant=False)
+    with replay(model, routes), capture(model) as captured:
+        for ids in batches:
+            loss_of(model, ids).backward()
+    assert all(len(calls) == BATCHES for calls in captured.outputs.values())
+    enable(model, reentrant=True)
+    with replay(model, routes):
+        with pytest.raises(ValueError, match="'use_reentrant': False"), capture(model):
+            pass
+        loss_of(model, torch.cat(batches))

@@ -7,7 +7,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from l2r import L2RConfig, build_router, record, replay
-from l2r.hf.models.activation_checkpointing import checkpoint_activations
+from l2r.hf.models.version_names import checkpoint_activations
 from tests.hf.routes.models import drawn_for, family_model, token_ids
 
 pytestmark = pytest.mark.slow("a compiler")

@@ -9,7 +9,7 @@ from l2r import record, replay
 from l2r.hf.routes import NO_ROUTE
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import modules_by_path
-from l2r.kernels import dispatch
+from l2r.kernels import cpu, dispatch
 from l2r.routers.selection_rule import Selection
 from tests.hf.routes.models import drawn_for, family_model, own_model, token_ids
 
@@ -27,16 +27,23 @@ def test_given_experts_are_weighed_in_the_routers_own_call(name, trained, monkey
     model, ids = MODELS[name](), token_ids()
     routes = drawn_for(model, (12, 12)).truncated(10).extended(2)  # two tokens choose
     passed = []
-    fused = dispatch._fused
+    fused, infer = dispatch._fused, cpu.infer
 
     def noted(given, *rest):
         passed.append(given.routes)
         return fused(given, *rest)
 
+    def inferred(*call):
+        found = infer(*call)
+        if found is not None:
+            passed.append(call[-1])
+        return found
+
     def weigh(*_):
         pytest.fail("the experts were weighed apart from the logits")
 
     monkeypatch.setattr(dispatch, "_fused", noted)
+    monkeypatch.setattr(cpu, "infer", inferred)
     monkeypatch.setattr(Selection, "weigh", weigh)
     monkeypatch.setattr(Selection, "__call__", weigh)
     with torch.set_grad_enabled(trained), replay(model, routes), record(model) as recorder:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from l2r import record, replay
-from l2r.hf.models.activation_checkpointing import checkpoint_activations
-from l2r.training.parallel import parallelize
-from l2r.training.ranks import Ranks
+from l2r.hf.models.version_names import checkpoint_activations
+from l2r_lab.training.parallel import parallelize
+from l2r_lab.training.ranks import Ranks
 from tests.hf.routes.models import drawn_for, family_model, token_ids
 from tests.processes import on_two_ranks
 

@@ -16,8 +16,8 @@ from l2r.hf.models import (
     L2rViTConfig,
     L2rViTForImageClassification,
 )
-from l2r.hf.routes.array_checks import NO_ROUTE
 from l2r.hf.routes.calls import read_inputs
+from l2r.hf.routes.routes import NO_ROUTE
 from l2r.hf.swap.families import FAMILIES
 from l2r.kernels import dispatch
 from l2r.moe import Experts, MoELayer

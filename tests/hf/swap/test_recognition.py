@@ -16,18 +16,17 @@ from l2r.hf.swap.rules import Unmatched
 from l2r.hf.swap.sites import find_sites, router_sites, running_sites
 from l2r.routers import L2RConfig, Router
 from l2r.routers.observe import find_routers, watched
-from tests.hf.families import tiny_model
+from tests.checkpoints import small_tokenizer
+from tests.hf.families import BY_RULE, tiny_model
 from tests.hf.family_sizes import TINY
 from tests.hf.swap.made_up import TYPES, write_folder
 from tests.tiers import few
-from tests.training.evaluation.conftest import small_tokenizer
 
 __all__ = ["small_tokenizer"]
 
 # One of each way to be called: by hidden states alone; with the block's bias, which must be given
 # or may be; by [B, S, D] only, with the matrix inside.
 CONTRACTS = ("olmoe", "deepseek_v3", "minimax_m2", "lfm2_moe", "afmoe")
-BY_RULE = {family.rule: name for name, family in reversed(FAMILIES.items())}
 CONFIG = L2RConfig(rank=2, heads=4)
 
 
@@ -71,7 +70,7 @@ def test_a_family_taken_out_of_the_table_is_recognized_by_its_own_rule(name, tak
         assert site.family.note.endswith(" on 4,096 tokens")
 
 
-@pytest.mark.parametrize("name", few(BY_RULE.values(), CONTRACTS, "every rule"))
+@pytest.mark.parametrize("name", few(BY_RULE, CONTRACTS, "every rule"))
 def test_without_its_rule_a_family_is_refused_and_not_given_another(name, taken_out):
     model = tiny_model(FAMILIES[name])
     paths = [site.path for site in router_sites(model)]
@@ -190,6 +189,7 @@ QUINCE = (
 )
 
 
+@pytest.mark.usefixtures("coarse", "unchecked")
 @pytest.mark.parametrize(("name", "note"), [("plum", PLUM), ("quince", QUINCE)])
 def test_check_and_diagnose_see_the_routers_and_say_what_they_are(
     name, note, l2r, folders, text_folder, tmp_path

@@ -8,7 +8,7 @@ import torch
 from l2r.hf.swap import recognition
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import find_sites
-from tests.hf.families import tiny_model
+from tests.hf.families import each_rule, tiny_model
 
 DRAWS = 16  # of settings, biases and modes, each with 64 tokens, after those of one setting each
 LOW = 80.0  # by how much some logits are lower: sigmoids so small that what is added to them counts
@@ -30,7 +30,7 @@ def cases(name):
     return [case for case in found if case is not None]  # none where a router knows no such word
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", each_rule(FAMILIES))
 def test_a_rule_gives_the_experts_and_weights_of_its_router(name, monkeypatch):
     monkeypatch.setattr(recognition, "_SHIFT", LOW)
     rule = recognition._with_configuration(FAMILIES[name].rule)

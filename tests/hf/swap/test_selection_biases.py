@@ -9,10 +9,10 @@ from peft import LoraConfig, get_peft_model
 from l2r import L2RConfig
 from l2r.analysis.diagnostics.checks import check_model
 from l2r.functional import expert_counts
-from l2r.hf.swap import running_sites, selection_biases
+from l2r.hf.swap import bias_balancing, running_sites, selection_biases
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.swap import replace_routers
-from l2r.routers import update_selection_bias
+from l2r.routers.selection_bias import update_selection_bias
 from tests.hf.families import sample_tokens, tiny_model
 from tests.tiers import few
 
@@ -59,8 +59,13 @@ def test_the_remedy_that_check_names_balances_every_family(name, swapped):
     found = {each.check: each for each in check_model(model, {"input_ids": ids})}
     adds_loss = hasattr(model, "router_aux_loss_coef") or name == "glm4v_moe"  # in its wrapper
     if not adds_loss:
-        assert found["auxiliary loss"].status == "ok"
-        assert "l2r.hf.swap.selection_biases" in found["auxiliary loss"].found
+        assert found["auxiliary loss"].status == "warning"
+        assert "add_bias_balancing(trainer)" in found["auxiliary loss"].remedy
+    assert "l2r.bias_balancing(model)" in found["auxiliary loss"].remedy
+    with bias_balancing(model):
+        finding = {each.check: each for each in check_model(model, {"input_ids": ids})}
+    assert finding["auxiliary loss"].status == "ok"
+    assert "moves its selection bias" in finding["auxiliary loss"].found
     site, given = first_router(model, ids)
     counts = []
     with torch.no_grad():

@@ -1,7 +1,9 @@
 """Routers keep float32 weights under FSDP2's bfloat16 policy, stock, swapped and our own."""
 
 import copy
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import l2r
 from l2r import L2RConfig, record, replay, shard_routers
+from l2r.analysis.diagnostics.step_statistics import RouterWatch
 from l2r.errors import InputError
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.hf.swap import find_sites, running_sites, selection_biases, swap_routers
 from l2r.hf.swap.families import FAMILIES
 from l2r.routers import Router
-from l2r.training.parallel import transformer_blocks
+from l2r_lab.training.parallel import transformer_blocks
 from tests.engines.engines import assert_close
 from tests.hf.families import sample_tokens, tiny_model
 from tests.processes import on_two_ranks
@@ -214,3 +218,43 @@ def test_two_ranks_choose_as_whole_routers_and_learn_as_one_process(tmp_path):
                 expected = model.get_parameter(key).grad
                 assert expected.abs().max() > 0
                 assert_close(gradient, expected, key, room=1e-5)
+
+
+def page_s_lines(rank, code):
+    """The page's FSDP2 on this rank and a step: dtypes, loads and biases."""
+    model = made("deepseek_v3", swapped=False).train()
+    space = {"l2r": l2r, "torch": torch, "model": model}
+    exec(code, space)
+    optimizer, balancing = torch.optim.SGD(model.parameters(), lr=0.1), space["balancing"]
+    dtypes, before = set(), whole_biases(model)
+    for site in running_sites(model):
+        site.router.register_forward_pre_hook(lambda m, _: dtypes.add(m.weight.dtype))
+    watch, rows = RouterWatch(model), sample_tokens(4).chunk(2)[rank]
+    watch.start()
+    with l2r.capture(model) as captured:
+        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+    (loss + l2r.router_losses(captured, balance=0.01).total).backward()
+    optimizer.step()
+    balancing.step()
+    own = {p: torch.cat([o.indices for o in calls]) for p, calls in captured.outputs.items()}
+    return dtypes, own, watch.read().load, before, whole_biases(model)
+
+
+def whole_biases(model):
+    biases = selection_biases(model).items()
+    return {p: getattr(b, "full_tensor", lambda b=b: b)().detach().clone() for p, b in biases}
+
+
+@pytest.mark.slow("two processes")
+def test_the_page_s_lines_keep_routers_in_float32_and_balance_over_ranks(tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "your-loop.md").read_text()
+    code = re.search(r"```python\n(from torch.distributed.fsdp.*?)```", page, re.S)[1]
+    first, second = on_two_ranks(page_s_lines, tmp_path, code)
+    assert first[0] == second[0] == {torch.float32}
+    for number, path in enumerate(first[1]):
+        chosen = torch.cat([first[1][path], second[1][path]])
+        load = torch.bincount(chosen.flatten(), minlength=8).double()
+        moved = first[3][path] - 0.001 * torch.sign(load - load.mean()).float()
+        for ours in (first, second):
+            assert torch.equal(ours[2][number], load)
+            torch.testing.assert_close(ours[4][path], moved, rtol=0, atol=1e-7)

@@ -6,12 +6,12 @@ import torch
 from l2r.analysis.diagnostics.checks.table import check_model
 from l2r.analysis.diagnostics.collect import collect_records
 from l2r.analysis.diagnostics.model_diagnosis import DiagnosisSettings, diagnose_layers
+from l2r.fitting import fit_routers
 from l2r.hf.routes import record, replay
 from l2r.hf.swap import freeze_routers, swap_routers, train_routers_only
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import find_sites, router_sites
 from l2r.routers import L2RConfig, Router
-from l2r.training import fit_routers
 from tests.hf.families import FAULTS, LOOPED, from_folder, sample_tokens, tiny_model
 from tests.tiers import few_families
 

@@ -21,7 +21,7 @@ from l2r.hf.models import (
     L2rViTConfig,
     L2rViTForImageClassification,
 )
-from l2r.hf.models.activation_checkpointing import checkpoint_activations
+from l2r.hf.models.version_names import checkpoint_activations
 from l2r.hf.swap import families, swap_routers
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import router_sites, select_sites

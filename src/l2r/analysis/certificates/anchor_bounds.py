@@ -1,4 +1,4 @@
-"""How far the logits of experts with several anchors can drift from their tangents.
+"""Bounds on the drift of logits from their tangents, for experts with several anchors.
 
 With w = t(|q|) q / |q|, the logit of an expert is the convex function log sum_h exp(m_h . w).
 Shape letters: B any batch (tokens or cells), N experts, H anchors per expert, R rank.
@@ -13,15 +13,15 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """Of the anchors of every expert, under the softmax of their scores at one w.
+    """Moments of every expert's anchors, under the softmax of their scores at one w.
 
-    logits [B, N]. mean [B, N, R]: gradient of the logit in w. spread [B, N]: trace of the
+    logits [B, N]. mean [B, N, R]: gradient of the logit in w. scatter [B, N]: trace of the
     covariance. width [B, N]: largest distance of an anchor from the mean.
     """
 
     logits: Tensor
     mean: Tensor
-    spread: Tensor
+    scatter: Tensor
     width: Tensor
 
     @classmethod
@@ -47,7 +47,7 @@ class Moments:
         log E exp((m_h - mean) . d), bounded by Bennett, by Hoeffding and by its range.
         """
         reached = self.width * distance[:, None]
-        bennett = torch.log1p(self.spread * distance.square()[:, None] * _bennett(reached))
+        bennett = torch.log1p(self.scatter * distance.square()[:, None] * _bennett(reached))
         return torch.minimum(bennett, torch.minimum(reached.square() / 2, reached))
 
 

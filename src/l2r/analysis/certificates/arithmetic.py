@@ -1,4 +1,4 @@
-"""How a router computes: the rounding of its sums and its logits, and what ranks its experts.
+"""Arithmetic of a router: the rounding of its sums and logits, and what ranks its experts.
 
 Unit roundoff: largest relative error of one rounding, 2^-24 in float32 and 2^-8 in bfloat16. Sums
 are kept in float32 or wider, as torch keeps those of half-precision inputs too; a product of

@@ -71,7 +71,7 @@ def count_violations(
     steps: int = 5,
     seed: int = 0,
 ) -> int:
-    """Tries that flipped a decision inside its certified ball; 0 for a sound certificate.
+    """Count the tries that flipped a decision inside its certified ball; 0 for a sound certificate.
 
     Each try starts on the sphere of the token's radius at random, follows the gradient of the
     gap with the closest other expert for ``steps`` projected steps, and looks at every point
@@ -100,7 +100,7 @@ def count_violations(
 
 
 def exact(router: nn.Module) -> nn.Module:
-    """A float64 copy of a router in evaluation mode."""
+    """Copy a router to float64, in evaluation mode."""
     wide = copy.deepcopy(router).double().eval()
     return wide.requires_grad_(False)
 
@@ -168,7 +168,7 @@ def _gap_and_slope(router: nn.Module, x: Tensor, inside: Tensor) -> tuple[Tensor
 def _towards_ties(
     router: nn.Module, start: Tensor, kept: Tensor, other: Tensor, steps: int
 ) -> Tensor:
-    """Changes [C, T, D] of the input near the closest points where pairs of experts tie."""
+    """Compute changes [C, T, D] of the input near the closest points where two experts tie."""
     count = len(kept)
     wide, kept, other = start.repeat(count, 1), kept.reshape(-1, 1), other.reshape(-1, 1)
     delta = torch.zeros_like(wide)

@@ -78,7 +78,7 @@ def certify_first(router: nn.Module, x: Float[Tensor, "T D"]) -> Float[Tensor, "
 def holds_within(
     router: nn.Module, x: Float[Tensor, "T D"], distance: Float[Tensor, " T"]
 ) -> Bool[Tensor, " T"]:
-    """Whether no change of a token's input up to ``distance`` changes its set of k experts.
+    """Tell whether no change of an input up to ``distance`` changes its set of k experts.
 
     True where the certified radius, without the geometry of rank 2, exceeds the distance; one
     evaluation of the bound instead of the search for the radius. Raises ValueError for the same
@@ -108,7 +108,7 @@ class _Part(NamedTuple):
 
 
 def _decisions(router: nn.Module, x: Tensor) -> tuple[RoutingMap, Iterator[_Part]]:
-    """The form of a router, with its arithmetic, and what it decides, by chunks of tokens.
+    """Derive the form of a router, its arithmetic, and its decisions by chunks of tokens.
 
     Raises ValueError where the form does not reproduce its logits or either choice.
     """
@@ -163,7 +163,7 @@ def _check_rule(router: nn.Module) -> None:
 
 
 def _arithmetic(router: nn.Module, form: RoutingMap, x: Tensor, own: Tensor) -> Arithmetic:
-    """How a router computes. Raises ValueError where the form does not give the logits ``own``.
+    """Find a router's arithmetic. Raises ValueError if the form does not give the logits ``own``.
 
     Routers of ours compute in the dtype of their logits, which a form gives but for a factor.
     """
@@ -182,7 +182,7 @@ def _arithmetic(router: nn.Module, form: RoutingMap, x: Tensor, own: Tensor) -> 
 
 
 def _check_choice(router: nn.Module, form: RoutingMap, part: _Part, chosen: Tensor) -> None:
-    """The form must choose what the router chose, but for what rounding could change."""
+    """Check that the form chooses what the router chose, but for what rounding could change."""
     none = torch.zeros_like(part.logits, dtype=torch.bool)
     inside = none.scatter(1, chosen, True)
     own = none.scatter(1, part.logits.topk(chosen.shape[1]).indices, True)
@@ -224,7 +224,7 @@ def _radii(form: RoutingMap, part: _Part, chosen: Int[Tensor, "T K"]) -> Float[T
 
 
 def _with_geometry(form: RoutingMap, x: Tensor, radii: Tensor, keep: int) -> Tensor:
-    """The larger of both bounds; 0 stays 0, since those tokens have no proven decision."""
+    """Take the larger of both bounds; 0 stays 0, since those tokens have no proven decision."""
     if isinstance(form, LinearMap) or len(form.matrix) != 2 or keep == form.num_experts:
         return radii
     proven = radii > 0

@@ -17,7 +17,7 @@ _UNDERFLOW = 80.0  # nats below the best logit at which a probability in float32
 
 @dataclasses.dataclass(frozen=True)
 class LinearBounds:
-    """What bounds the change of the computed z_i - z_j, a chosen expert's logit less any's.
+    """Bounds on the change of the computed z_i - z_j, a chosen expert's logit less any's.
 
     rounding [T, K, N]: of both logits at the token. slopes [T, K, N]: |w_i - w_j|, and what the
     rounding grows by. max_radius [T]: no radius is certified beyond it.

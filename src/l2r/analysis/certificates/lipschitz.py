@@ -60,14 +60,14 @@ def anchor_gradient(
 def query_bound(
     rho: Float[Tensor, "*#B"], kappa: Float[Tensor, "*#B"], sips: Sips
 ) -> Float[Tensor, "*#B"]:
-    """The paper's bound of the gradient in q, Eq. 21: psi (|phi'| + phi / rho)."""
+    """Paper's bound of the gradient in q, Eq. 21: psi (|phi'| + phi / rho)."""
     return sips.psi(kappa).abs() * (sips.slope(rho).abs() + sips.value(rho) / rho)
 
 
 def anchor_bound(
     rho: Float[Tensor, "*#B"], kappa: Float[Tensor, "*#B"], sips: Sips
 ) -> Float[Tensor, "*#B"]:
-    """The paper's bound of the gradient in k, Eq. 22: phi (|psi'| + psi / kappa)."""
+    """Paper's bound of the gradient in k, Eq. 22: phi (|psi'| + psi / kappa)."""
     return sips.value(rho) * (1 / sips.p + sips.psi(kappa).abs() / kappa)
 
 

@@ -16,7 +16,7 @@ EXACT = "donot_use_mm_for_euclid_dist"  # for torch.cdist, whose product of matr
 
 @dataclasses.dataclass(frozen=True)
 class LocalBounds:
-    """What bounds the change of the logit differences around each token.
+    """Bounds on the change of the logit differences around each token.
 
     moments: of the anchors at the token. slopes [T, K, N]: gradient norm in x of z_i - z_j, the
     logit of a chosen expert less that of any. slope_gap_w [T, K, N]: the same in w. dq_dx,

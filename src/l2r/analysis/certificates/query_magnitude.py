@@ -1,4 +1,4 @@
-r"""How a score depends on the size of the query: w = t(rho) u for a query q = rho u.
+r"""Dependence of a score on the size of the query: w = t(rho) u for a query q = rho u.
 
 With m = k (dot), k / |k| (cosine) or psi(|k|) k / |k| (SIPS), the score of an anchor is m . w.
 So t is rho, 1 or phi(rho_hat): all that differs between the scorings once anchors are fixed.

@@ -21,8 +21,8 @@ from l2r.analysis.certificates.routing_map import AnchorMap
 ROUNDS = 120  # halvings of the NEAREST cells of each token, at most
 NEAREST = 3
 CLOSE = 5e-4  # relative distance from the radius to a change of decision that ends a search
-_EVERY = 3  # rounds from one look for such a change to the next
-_TOGETHER = 128  # tokens: what is halved for one seldom helps another
+_CHECK_INTERVAL = 3  # rounds from one look for such a change to the next
+_TOKENS_PER_BATCH = 128  # tokens: what is halved for one seldom helps another
 
 
 def plane_radii(form: AnchorMap, x: Float[Tensor, "T D"], keep: int) -> Float[Tensor, " T"]:
@@ -33,7 +33,7 @@ def plane_radii(form: AnchorMap, x: Float[Tensor, "T D"], keep: int) -> Float[Te
     """
     if len(x) == 0:
         return x.new_zeros(0, dtype=torch.float64)
-    return torch.cat([_radii(form, part, keep) for part in torch.split(x, _TOGETHER)])
+    return torch.cat([_radii(form, part, keep) for part in torch.split(x, _TOKENS_PER_BATCH)])
 
 
 def _radii(form: AnchorMap, x: Float[Tensor, "T D"], keep: int) -> Float[Tensor, " T"]:
@@ -50,8 +50,8 @@ def _radii(form: AnchorMap, x: Float[Tensor, "T D"], keep: int) -> Float[Tensor,
     own, cost = _chosen(form, query, keep), distance.to(cells)
     radii, changes = (torch.full_like(distance.angle, torch.inf) for _ in range(2))
     searched = torch.arange(len(x), device=x.device)
-    for _ in range(ROUNDS // _EVERY):
-        for _ in range(_EVERY):
+    for _ in range(ROUNDS // _CHECK_INTERVAL):
+        for _ in range(_CHECK_INTERVAL):
             cells, cost = _refined(form, distance, cells, cost, keep)
         nearest = cells[cost.argmin(dim=1)]
         change = _nearest_change(form, distance, nearest, own, keep)
@@ -104,7 +104,7 @@ def _chosen(form: AnchorMap, query: Float[Tensor, "T R"], keep: int) -> Bool[Ten
 
 
 def _may_round(form: AnchorMap, query: Float[Tensor, "T R"], keep: int) -> Bool[Tensor, " T"]:
-    """Whether the rounding of logits could change the set of the ``keep`` best."""
+    """Tell whether the rounding of logits could change the set of the ``keep`` best."""
     best = form.scores(query).logsumexp(dim=-1).topk(keep + 1, dim=1).values
     rounding = form.logit_rounding(torch.linalg.vector_norm(query, dim=1))
     return best[:, -2] - best[:, -1] < 2 * rounding

@@ -14,11 +14,10 @@ from l2r.analysis.certificates.arithmetic import IDEAL, STEPS, Arithmetic, famil
 from l2r.analysis.certificates.query_magnitude import Identity, Radial, Saturated
 from l2r.errors import InputError
 from l2r.functional import psi, unit
+from l2r.functional.scoring import Scoring
 from l2r.hf.models import whole_matrix
-from l2r.kernels.contract import Scoring
 from l2r.routers import LinearSipsRouter, XMoERouter
-from l2r.routers.anchor_router import AnchorRouter
-from l2r.routers.l2r import L2RRouter
+from l2r.routers.l2r import AnchorRouter, L2RRouter
 
 _EXP = 8  # roundings of a probability besides those of its logit
 
@@ -131,7 +130,7 @@ class AnchorMap:
         return torch.einsum("tr,nhr->tnh", self.effective_query(query), self.anchors)
 
     def logits(self, x: Float[Tensor, "T D"]) -> Float[Tensor, "T N"]:
-        """The router's logits, before its temperature."""
+        """Logits of the router, before its temperature."""
         return torch.logsumexp(self.scores(self.query(x)), dim=-1)
 
     def query_rounding(self, size: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
@@ -198,7 +197,7 @@ def _(router: L2RRouter) -> RoutingMap:
 
 
 def scoring_anchors(router: AnchorRouter) -> Float[Tensor, "N H R"]:
-    """The m of every anchor: k, k / |k| or psi(|k|) k / |k|, by the router's scoring."""
+    """Return the m of every anchor: k, k / |k| or psi(|k|) k / |k|, by the router's scoring."""
     anchors, config = _wide(router.anchors), router.config
     units = unit(anchors, eps=config.eps)
     size = psi(torch.linalg.vector_norm(anchors, dim=-1, keepdim=True), p=config.p)
@@ -222,7 +221,7 @@ def radial_of(router: AnchorRouter) -> Radial:
 
 
 def _linear(weight: Tensor, bias: Tensor | None = None, rows: Tensor | None = None) -> LinearMap:
-    """The form of weight x + bias, or of rows (weight x + bias) where rows [N, R] are given."""
+    """Return the form of weight x + bias, or of rows (weight x + bias) if rows [N, R] are given."""
     bias = weight.new_zeros(len(weight)) if bias is None else bias
     steps = weight.shape[1] + STEPS
     if rows is None:

@@ -1,4 +1,4 @@
-"""Which experts every token chose in every layer, on a grid of rows and positions.
+"""Experts that every token chose in every layer, on a grid of rows and positions.
 
 What follows of single tokens (their words, their paths through layers, what another router did
 with the same ones) needs more than sums; here are the choices, of a bounded number of tokens.
@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from l2r.analysis.diagnostics.data_pass import Batch, Reading, Reducer, Run, read
+from l2r.analysis.diagnostics.data_pass import BatchReading, DataBatch, RouterReducer, Run, read
 from l2r.analysis.diagnostics.streaming_sums import margins
 from l2r.routers import RouterOutput
+from l2r.stats.agreement import ExpertChoices
 
-Experts = Int[np.ndarray, "R S K"]
 Words = Int[np.ndarray, "R S"]
 
 
@@ -32,14 +32,14 @@ class Choices:
     """
 
     num_experts: int
-    experts: tuple[Experts, ...]
+    experts: tuple[ExpertChoices, ...]
     margin: tuple[Float[np.ndarray, "R S"], ...]
     words: Words | None
     predicted: Words | None
     data: int
 
 
-class ChoiceLog(Reducer):
+class ChoiceLog(RouterReducer):
     """Choices of every router of a model, batch by batch.
 
     Above ``limit`` tokens it keeps every second row only, then every fourth, and so on: the rows
@@ -62,7 +62,7 @@ class ChoiceLog(Reducer):
         kind = torch.int8 if self._experts < 128 else torch.int16
         self._seen[where] = indices.gather(1, order).to(kind), margins(logits)[1].half()
 
-    def end(self, reading: Reading, output: Any) -> None:
+    def end(self, reading: BatchReading, output: Any) -> None:
         """Keep the choices of the batch that just ran; tokens outside its mask do not count."""
         inputs, mask = reading.inputs, reading.mask
         values = next(iter(inputs.values()))
@@ -118,7 +118,7 @@ class ChoiceLog(Reducer):
         return sum(part[..., 0].size for part in next(iter(self._kept.values())))
 
 
-def choices_of(model: nn.Module, batches: Iterable[Batch], run: Run) -> Choices:
+def choices_of(model: nn.Module, batches: Iterable[DataBatch], run: Run) -> Choices:
     """Choices without sums; ``run`` calls the model as ``read`` does."""
     log = ChoiceLog()
     read(model, batches, [log], run=run)

@@ -1,8 +1,8 @@
 """Collect routing statistics of any model while it runs: streaming, in bounded memory.
 
 Works on models with routers of ours and on Hugging Face MoE models whose routers return
-(logits, weights, indices). Every layer is reduced to sums and a sample while the model runs, so
-nothing of a batch outlives the batch.
+(logits, weights, indices). Every layer is reduced to sums and a sample of tokens (the same ones in
+every layer) while the model runs, so nothing of a batch outlives the batch.
 
 Shape letters: T tokens, N experts, K experts chosen per token, B sequences or images, S length.
 """
@@ -17,17 +17,66 @@ from torch import Tensor, nn
 
 from l2r.analysis.certificates.routing_map import scoring_anchors
 from l2r.analysis.diagnostics import streaming_sums as sums
-from l2r.analysis.diagnostics.data_pass import Batch, Reading, Reducer, Run, read
-from l2r.analysis.diagnostics.token_sample import Fields, TokenSample
+from l2r.analysis.diagnostics.data_pass import BatchReading, DataBatch, RouterReducer, Run, read
 from l2r.errors import InputError
 from l2r.routers import L2RRouter, Router, RouterOutput
 from l2r.routers.observe import block_bias, find_routers, first_choice
 from l2r.routers.offload import materialized
 
+Fields = dict[str, Tensor]
+
+
+class TokenSample:
+    """Keeps ``size`` tokens of a stream, each with equal chance, in memory that never grows.
+
+    Every token draws a key in [0, 1) and the smallest keys stay. Samples with one seed that see
+    streams of one length keep the same positions; samples of several ranks merge exactly.
+    """
+
+    def __init__(self, size: int, seed: int = 0) -> None:
+        if size < 1:
+            raise InputError(f"sample must be >= 1 token; got {size}")
+        self.size = size
+        self.keys = torch.empty(0, dtype=torch.float64)
+        self.fields: Fields = {}
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def add(self, fields: Fields) -> None:
+        """Offer tokens: tensors [T, ...] of one length, by name."""
+        tokens = len(next(iter(fields.values())))
+        keys = torch.rand(tokens, dtype=torch.float64, generator=self._generator)
+        limit = self.keys.max() if len(self.keys) == self.size else torch.inf
+        rows = (keys < limit).nonzero()[:, 0]
+        if len(rows) > self.size:
+            rows = rows[keys[rows].topk(self.size, largest=False).indices]
+        if len(rows) > 0:
+            sampled = {name: value[rows.to(value.device)].cpu() for name, value in fields.items()}
+            self._merge(keys[rows], sampled)
+
+    def gather(self) -> Fields:
+        """Return the sample ordered by key, over all ranks when torch.distributed runs."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            parts: list[tuple[Tensor, Fields]] = [(self.keys, self.fields)] * dist.get_world_size()
+            dist.all_gather_object(parts, (self.keys, self.fields))
+            merged = TokenSample(self.size)
+            for keys, fields in parts:
+                if len(keys) > 0:
+                    merged._merge(keys, fields)
+            return merged.fields
+        return self.fields
+
+    def _merge(self, keys: Tensor, fields: Fields) -> None:
+        all_keys = torch.cat([self.keys, keys])
+        order = all_keys.argsort()[: self.size]
+        self.keys = all_keys[order]
+        for name, value in fields.items():
+            both = torch.cat([self.fields[name], value]) if name in self.fields else value
+            self.fields[name] = both[order].clone()
+
 
 @dataclasses.dataclass
 class LayerRecord:
-    """What one router did: sums by metric (streaming_sums.py) and a sample of its tokens.
+    """Record of one router: sums by metric (streaming_sums.py) and a sample of its tokens.
 
     ``sample`` holds x [S, D], first [S] (expert), and domain [S] where batches name one, all on
     the CPU. more: further arguments of the router, a selection bias [N] of its block or none.
@@ -43,24 +92,24 @@ class LayerRecord:
     by_rows: bool = False
 
     def inputs(self) -> Tensor:
-        """Inputs [S, D] of the sample, on the device of the router."""
+        """Router inputs [S, D] of the sample, on the device of the router."""
         return self.sample["x"].to(next(self.router.parameters()).device)
 
     def as_passed(self) -> Tensor:
-        """The same inputs in the shape in which the router takes them, [S, D] or [1, S, D]."""
+        """Reshape these inputs to the shape in which the router takes them, [S, D] or [1, S, D]."""
         return self.inputs()[None] if self.by_rows else self.inputs()
 
 
 def collect_records(
     model: nn.Module,
-    batches: Iterable[Batch],
+    batches: Iterable[DataBatch],
     *,
     domains: Sequence[str] = (),
     threshold: float = 0.2,
     sample: int = 2048,
     seed: int = 0,
     run: Run | None = None,
-    reducers: Sequence[Reducer] = (),
+    reducers: Sequence[RouterReducer] = (),
     report: Callable[[int], None] = lambda batches_done: None,
 ) -> list[LayerRecord]:
     """Run ``model`` on ``batches`` and return a record per layer, in the order of the model.
@@ -71,12 +120,12 @@ def collect_records(
 
     Raises ValueError for a model without routers or when no tokens were seen.
     """
-    records = Records(model, domains=domains, threshold=threshold, sample=sample, seed=seed)
+    records = RecordCollector(model, domains=domains, threshold=threshold, sample=sample, seed=seed)
     read(model, batches, [records, *reducers], run=run, report=report)
     return records.result()
 
 
-class Records(Reducer):
+class RecordCollector(RouterReducer):
     """Sums and a sample of every router of a model; ``result`` gives the records."""
 
     def __init__(
@@ -95,7 +144,7 @@ class Records(Reducer):
             for name, router in find_routers(model).items()
         }
 
-    def begin(self, reading: Reading) -> None:
+    def begin(self, reading: BatchReading) -> None:
         """Note which tokens of the batch count, and their domains."""
         for layer in self._layers.values():
             layer.mask = reading.mask
@@ -176,7 +225,7 @@ class _Layer:
         return LayerRecord(name, self.router, num_experts, reduced, sample, self.more, self.by_rows)
 
     def _domain_and_row(self, tokens: int) -> tuple[Tensor | None, Tensor | None]:
-        """The domain of each token, and the number of its sequence or image in this layer."""
+        """Domain of each token, and the number of its sequence or image in this layer."""
         if self.domain is None:
             return None, None
         count = len(self.domain)

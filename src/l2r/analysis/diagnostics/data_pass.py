@@ -13,11 +13,11 @@ from l2r.functional.autocast import without_autocast
 from l2r.routers import RouterOutput
 from l2r.routers.observe import evaluating, find_routers, watched
 
-Batch = Mapping[str, Tensor]
+DataBatch = Mapping[str, Tensor]
 Run = Callable[[nn.Module, dict[str, Tensor]], Any]
 
 
-class Reading(NamedTuple):
+class BatchReading(NamedTuple):
     """One batch: the model's inputs by name, the domain [B] of each row, and the mask [B, S] of
     the tokens that count; None for either that the batch does not have."""
 
@@ -31,23 +31,23 @@ class Reading(NamedTuple):
         return len(next(iter(self.inputs.values())))
 
 
-class Reducer:
+class RouterReducer:
     """Base class of what looks at routers; a subclass overrides what it needs."""
 
-    def begin(self, reading: Reading) -> None:
+    def begin(self, reading: BatchReading) -> None:
         """Prepare for a batch that the model is about to read."""
 
     def see(self, x: Tensor, output: RouterOutput, where: str) -> None:
         """Reduce one call of the router named ``where``: its input [..., D] and its output."""
 
-    def end(self, reading: Reading, output: Any) -> None:
+    def end(self, reading: BatchReading, output: Any) -> None:
         """Finish a batch, whose model output is given."""
 
 
 def read(
     model: nn.Module,
-    batches: Iterable[Batch],
-    reducers: Sequence[Reducer],
+    batches: Iterable[DataBatch],
+    reducers: Sequence[RouterReducer],
     *,
     run: Run | None = None,
     report: Callable[[int], None] = lambda batches_done: None,
@@ -72,7 +72,7 @@ def read(
             inputs = dict(batch)
             domain = inputs.pop("domain", None)
             mask = inputs.pop("token_mask", inputs.get("attention_mask"))
-            reading = Reading(inputs, domain, mask)
+            reading = BatchReading(inputs, domain, mask)
             for reducer in reducers:
                 reducer.begin(reading)
             output = call(model, inputs)

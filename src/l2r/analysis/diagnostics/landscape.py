@@ -13,7 +13,7 @@ from l2r.analysis.certificates.routing_map import radial_of
 from l2r.errors import InputError
 from l2r.functional import cosine_scores, dot_scores, sips_scores, unit
 from l2r.functional.scoring import EPS
-from l2r.routers.anchor_router import AnchorRouter
+from l2r.routers.l2r import AnchorRouter
 from l2r.routers.observe import find_routers
 
 # What the explorer's sliders and scripts call them; scale and shift: BatchNorm of |q|.
@@ -42,7 +42,7 @@ def logit_landscape(
 
 
 def drawn_anchors(seed: int, *, experts: int = 16, heads: int = 16) -> dict[str, Any]:
-    """Unit anchors [N, H, 2], drawn as a router draws its initial ones, and the paper's settings.
+    """Draw unit anchors [N, H, 2] as a router draws its initial ones; with the paper's settings.
 
     spreads [N, H]: a normal number for each, by which the explorer can make lengths differ.
     """

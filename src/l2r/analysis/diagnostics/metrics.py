@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from l2r.analysis.diagnostics.streaming_sums import Sums, cosine_sums, margin_sums
+from l2r.functional import dead_experts, peak_load
 from l2r.stats.entropy import entropy, information, normalized_entropy
 
 PERMUTATIONS = 200
@@ -77,9 +78,9 @@ def load_from_sums(sums: Sums) -> dict[str, float]:
     return {
         "entropy": normalized_entropy(load.cpu().numpy()),
         "cv": _cv(load),
-        "max_over_mean": (load.max() / mean).item(),
+        "max_over_mean": peak_load(load),
         "min_over_mean": (load.min() / mean).item(),
-        "dead_experts": float((load == 0).sum()),
+        "dead_experts": float(dead_experts(load)),
         "importance_entropy": normalized_entropy(importance.cpu().numpy()),
         "importance_cv": _cv(importance),
         "first_experts": float((sums["top1"] > 0).sum()),

@@ -1,6 +1,6 @@
-"""From collected records to a diagnosis: numbers per layer, and arrays for figures.
+"""Diagnosis from collected records: numbers per layer, and arrays for figures.
 
-A diagnosis is plain data, whose files l2r.runs.diagnosis reads and writes.
+A diagnosis is plain data, whose files l2r.files.diagnosis reads and writes.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from l2r.analysis.diagnostics.collect import LayerRecord
 from l2r.analysis.diagnostics.robustness import perturbation_stability
 from l2r.analysis.diagnostics.routing_gain import RoutingGain
 from l2r.analysis.diagnostics.settings import DiagnosisSettings
-from l2r.analysis.diagnostics.token_analyses import layer_analyses, model_analyses
+from l2r.analysis.diagnostics.specialization import layer_analyses, model_analyses
 from l2r.errors import InputError
+from l2r.files.diagnosis import Diagnosis
 from l2r.routers import L2RRouter, Router
 from l2r.routers.observe import more_inputs
-from l2r.runs.diagnosis import Diagnosis
 
 _GRID = 201  # points per axis of the routing plane
 _SIDE_BY_SIDE = 4  # layers at a time, at most: each holds the gradients of its logits, [S, N, D]
@@ -132,7 +132,7 @@ def _measure(record: LayerRecord, settings: DiagnosisSettings) -> _Measured:
 
 
 def _sample_arrays(record: LayerRecord, x: Tensor) -> dict[str, Tensor]:
-    """The sampled tokens x [S, D], their queries, and the anchors that meet them."""
+    """Return the sampled tokens x [S, D], their queries, and the effective anchors."""
     router = record.router
     arrays = {f"sample_{name}": value for name, value in record.sample.items()}
     arrays["sample_x"] = x

@@ -1,4 +1,4 @@
-"""Which patches of an image go to which expert, layer by layer."""
+"""Routing of the patches of an image, layer by layer."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
+from l2r.files.arrays import PatchRouting
+from l2r.images import ImageInput, sample_indices
 from l2r.routers import capture
 from l2r.routers.observe import evaluating
 from l2r.routers.offload import device_of
-from l2r.runs.patches import PatchRouting
-from l2r.training import ImageInput
-from l2r.training.data import sample_indices, spread_evenly
+from l2r.text import spread_evenly
 
 
 @torch.no_grad()

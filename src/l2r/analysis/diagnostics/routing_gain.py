@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from l2r.analysis.diagnostics.data_pass import Batch
+from l2r.analysis.diagnostics.data_pass import DataBatch
 from l2r.errors import InputError
 from l2r.routers.observe import Hook, evaluating, find_routers, hooked, routed
-from l2r.training.evaluation import token_losses
+from l2r.text import token_losses
 
 GAIN_IMAGES = 2048
 
@@ -41,8 +41,8 @@ class RoutingGain(NamedTuple):
 @torch.no_grad()
 def measure_routing_gain(
     model: nn.Module,
-    batches: Iterable[Batch],
-    loss: Callable[[nn.Module, Batch], Tensor],
+    batches: Iterable[DataBatch],
+    loss: Callable[[nn.Module, DataBatch], Tensor],
     *,
     seed: int = 0,
 ) -> RoutingGain:
@@ -71,13 +71,13 @@ def measure_routing_gain(
     return RoutingGain(own, random - own, shuffled - own)
 
 
-def _predictions(batch: Batch) -> int:
+def _predictions(batch: DataBatch) -> int:
     """Next tokens that a batch of text predicts, or its images."""
     ids = batch.get("input_ids")
     return len(next(iter(batch.values()))) if ids is None else ids[:, 1:].numel()
 
 
-def batch_loss(model: nn.Module, batch: Batch) -> Tensor:
+def batch_loss(model: nn.Module, batch: DataBatch) -> Tensor:
     """Mean cross-entropy of the next tokens, or of images' ``targets``, in nats."""
     if "input_ids" in batch:
         return token_losses(model, batch["input_ids"]).mean()
@@ -85,12 +85,13 @@ def batch_loss(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(logits.float(), batch["targets"])
 
 
-def spread(batches: Iterable[Batch], items: int, rows: int, size: int) -> list[Batch]:
-    """At most ``rows`` of the ``items`` rows in batches, spread evenly, in new batches of at most
-    ``size``, each from all over the data.
+def sample_evenly(
+    batches: Iterable[DataBatch], items: int, rows: int, size: int
+) -> list[DataBatch]:
+    """Take ``rows`` of the ``items`` rows in batches, evenly, in new batches of at most ``size``.
 
-    ``rows`` counts sequences, which have a loss per token; of images, with one, at least
-    GAIN_IMAGES.
+    Each new batch is from all over the data. ``rows`` counts sequences, which have a loss per
+    token; of images, with one, at least GAIN_IMAGES.
     """
     start = 0
     kept: dict[str, list[Tensor]] = {}

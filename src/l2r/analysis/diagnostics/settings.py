@@ -1,12 +1,15 @@
-"""Settings of a diagnosis and what they may be; read without torch, before anything is loaded."""
+"""Settings and sizes of a diagnosis, checked without torch, before anything is loaded."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from l2r.errors import InputError
+from l2r.files.folder import RunFolder
 
 TOKENS = 1024  # of a text that are shown
-LEAST = 10  # occurrences of a word that counts, as in OLMoE's lists of words
-MOST_SIGMA = 1e6  # squares of noisy inputs stay far from the end of fp32
+MIN_OCCURRENCES = 10  # occurrences of a word that counts, as in OLMoE's lists of words
+MAX_SIGMA = 1e6  # squares of noisy inputs stay far from the end of fp32
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class DiagnosisSettings:
     seed: int = 0
     certify: int = 128
     keep_sample: bool = True
-    least: int = LEAST
+    least: int = MIN_OCCURRENCES
 
     def __post_init__(self) -> None:
         check_sigma(self.sigma)
@@ -39,5 +42,45 @@ class DiagnosisSettings:
 
 def check_sigma(sigma: float) -> None:
     """Raise ValueError for a sigma that is negative, above a million or no number."""
-    if not 0 <= sigma <= MOST_SIGMA:
-        raise InputError(f"sigma must be between 0 and {MOST_SIGMA:,.0f}; got {sigma}")
+    if not 0 <= sigma <= MAX_SIGMA:
+        raise InputError(f"sigma must be between 0 and {MAX_SIGMA:,.0f}; got {sigma}")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Sizes of a diagnosis.
+
+    batch_size: sequences or images at a time. sample: tokens kept for noise and figures.
+    threshold: margin below which a decision is low. gain: sequences (of images up to 2,048) whose
+    loss is also taken with other experts; 0 for none. text: tokens of a text that are kept one by
+    one; 0 for none. patches: images whose patches are kept; 0 for none. settings: noise and
+    certificates.
+    """
+
+    batch_size: int = 8
+    sample: int = 2048
+    threshold: float = 0.2
+    gain: int = 16
+    text: int = TOKENS
+    patches: int = 12
+    settings: DiagnosisSettings = field(default_factory=DiagnosisSettings)
+
+    def __post_init__(self) -> None:
+        least = {"batch_size": 1, "sample": 1, "gain": 0, "text": 0, "patches": 0}
+        for name, lowest in least.items():
+            if getattr(self, name) < lowest:
+                option = name.replace("_", "-")
+                raise InputError(f"{option} must be >= {lowest}; got {getattr(self, name)}")
+        if not math.isfinite(self.threshold):
+            raise InputError(f"threshold must be finite; got {self.threshold}")
+
+
+def earlier_checkpoints(run: str | Path) -> list[Path]:
+    """Checkpoints that training left in a run. Raises ValueError where there are fewer than two."""
+    checkpoints = RunFolder(run).complete_checkpoints()
+    if len(checkpoints) < 2:
+        raise InputError(
+            "over-time needs several checkpoints, or a run that kept two or more (recipe fields "
+            f"checkpoint.every and checkpoint.keep); {run} has {len(checkpoints)}"
+        )
+    return checkpoints

@@ -1,23 +1,30 @@
-"""What experts are used for: words, pairs, paths and rare words (OLMoE, arXiv 2409.02060, 5).
+"""Uses of experts: words, pairs, paths, rare words and saturation (OLMoE, arXiv 2409.02060, 5).
+
+First one function for each analysis of single tokens' choices, then what a diagnosis keeps of
+them, layer by layer and for the model; last the saturation over checkpoints (5.1).
 
 Shape letters: R rows, S positions, K experts chosen per token, N experts, W words of the
 vocabulary that occur, T tokens, L layers.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
-from l2r.analysis.diagnostics.choice_log import Choices, Experts, Words
-from l2r.analysis.diagnostics.settings import LEAST
+from l2r.analysis.diagnostics.choice_log import Choices, Words
+from l2r.analysis.diagnostics.settings import MIN_OCCURRENCES
+from l2r.errors import InputError
+from l2r.files.diagnosis import Array, Diagnosis, same_tokens
+from l2r.stats.agreement import ExpertChoices, Overlap, overlap, overlap_by_chance
 from l2r.stats.chance import DRAWS, by_chance, summary
 from l2r.stats.entropy import entropy, information, normalized_entropy, table
 from l2r.stats.intervals import Interval
 
 BINS = 5  # of word frequency, of as many tokens each
 _BURN_IN = 10  # rounds of trades before the first draw
+Analyses = tuple[dict[str, Any], dict[str, Array]]
 
 
 class Share(NamedTuple):
@@ -29,7 +36,7 @@ class Share(NamedTuple):
 
 
 def vocabulary_specialization(
-    words: Words, first: Int[np.ndarray, "R S"], num_experts: int, least: int = LEAST
+    words: Words, first: Int[np.ndarray, "R S"], num_experts: int, least: int = MIN_OCCURRENCES
 ) -> Share | None:
     """Share of a word's occurrences that go to its main expert, mean over words.
 
@@ -66,7 +73,7 @@ class Coactivation(NamedTuple):
     chance: Interval | None
 
 
-def coactivation(experts: Experts, num_experts: int) -> Coactivation:
+def coactivation(experts: ExpertChoices, num_experts: int) -> Coactivation:
     """Expert co-activation: N_ij / N_i over all k experts of a token.
 
     By chance, experts change places between tokens of different documents, so that every token
@@ -197,3 +204,98 @@ def _correlation(a: Float[np.ndarray, " T"], b: Float[np.ndarray, " T"]) -> floa
 
 def _mean(values: Num[np.ndarray, " T"]) -> float:
     return float(values.mean()) if values.size else 0.0
+
+
+def layer_analyses(choices: Choices, layer: int, least: int) -> Analyses:
+    """Numbers and arrays of one layer; those of words are absent for images."""
+    experts, count = choices.experts[layer], choices.num_experts
+    first = experts[..., 0]
+    pairs = coactivation(experts, count)
+    numbers = {"coactivation": pairs.strongest, **_chance("coactivation", pairs.chance)}
+    arrays: dict[str, Array] = {"experts": experts, "coactivation": pairs.together}
+    if layer > 0:
+        told, chance = path_information(choices.experts[layer - 1][..., 0], first)
+        numbers |= {"path_information": told, **_chance("path_information", chance)}
+    for name, words in _words(choices).items():
+        share = vocabulary_specialization(words, first, count, least)
+        if share is not None:
+            numbers[f"vocabulary_{name}"] = share.mean
+            numbers |= _chance(f"vocabulary_{name}", share.chance)
+            arrays[f"vocabulary_{name}"] = share.by_expert
+    if choices.words is not None:
+        rare = frequency_dependence(choices.words, first, choices.margin[layer], count)
+        numbers["frequency_margin"] = rare.margin
+        arrays["frequency"] = rare.bins
+    return numbers, arrays
+
+
+def model_analyses(
+    choices: Choices, layers: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], list[tuple[list[int], int]]]:
+    """Numbers of the paths through all layers, and the most frequent ones with their tokens.
+
+    ``layers`` has the numbers of each layer; of the information between two of them the mean.
+    """
+    found = paths(choices)
+    numbers: dict[str, Any] = {"distinct_paths": found.distinct, "path_entropy": found.entropy}
+    for name in ("path_information", "path_information_by_chance"):
+        values = [layer[name] for layer in layers if name in layer]
+        if values:
+            numbers[name] = sum(values) / len(values)
+    return {**numbers, **_chance("path_entropy", found.chance)}, found.most
+
+
+def _words(choices: Choices) -> dict[str, Words]:
+    """Words that a token's choice may follow: its own, the next one and the model's guess."""
+    if choices.words is None:
+        return {}
+    following = np.full_like(choices.words, -1)
+    following[:, :-1] = choices.words[:, 1:]
+    told = {"input": choices.words, "next": following}
+    return told if choices.predicted is None else {**told, "predicted": choices.predicted}
+
+
+def _chance(name: str, chance: Interval | None) -> dict[str, float]:
+    if chance is None:
+        return {}
+    ends = {"": chance.mean, "_low": chance.low, "_high": chance.high}
+    return {f"{name}_by_chance{end}": value for end, value in ends.items()}
+
+
+def saturation(
+    earlier: Mapping[Any, Sequence[ExpertChoices]], last: Sequence[ExpertChoices]
+) -> dict[str, list[Any]]:
+    """Overlap of each checkpoint's choices, by its name, with those of the last, by layer.
+
+    top1, topk [checkpoints][layers], and top1_by_chance, topk_by_chance [layers]: of the last
+    with itself in other documents. Raises ValueError for choices of other tokens.
+    """
+    for name, layers in earlier.items():
+        if [layer.shape for layer in layers] != [layer.shape for layer in last]:
+            raise InputError(
+                f"checkpoints over time must be of one model on the same tokens; {name} differs "
+                "from the last in layers, experts per token or data"
+            )
+    found = [
+        [overlap(*pair) for pair in zip(layers, last, strict=True)] for layers in earlier.values()
+    ]
+    chance = [overlap_by_chance(layer, layer) for layer in last]
+    result: dict[str, list[Any]] = {"checkpoints": list(earlier)}
+    for side, name in enumerate(Overlap._fields):
+        result[name] = [[layer[side] for layer in layers] for layers in found]
+        if None not in chance:
+            result[f"{name}_by_chance"] = [layer[side] for layer in chance if layer is not None]
+    return result
+
+
+def saturation_of_diagnoses(views: Mapping[str, Diagnosis]) -> dict[str, list[Any]]:
+    """Saturation over diagnosed checkpoints, by name, against the last of them.
+
+    Raises ValueError where they did not read the same tokens.
+    """
+    *_, last = views.values()
+    other = [name for name, view in views.items() if not same_tokens(view, last)]
+    if other:
+        raise InputError(f"over-time needs checkpoints that read the same tokens; not {other[0]}")
+    experts = {name: view.by_layer("experts") for name, view in views.items()}
+    return saturation(experts, last.by_layer("experts"))

@@ -4,13 +4,13 @@
         loss = model(**batch).loss
     numbers = router_statistics(captured).scalars()
 
-A ``RouterWatch`` collects the same from routers of ours and of supported families, over the
-micro-batches and ranks of a step, and costs nothing between steps.
+A ``RouterWatch`` collects the same over the micro-batches and ranks of a step, and costs nothing
+between steps.
 
 Shape letters: T tokens, L layers, N experts, K experts chosen per token.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +22,15 @@ from torch import Tensor, nn
 from l2r.analysis.diagnostics import streaming_sums as sums
 from l2r.analysis.diagnostics.metrics import load_from_sums, margin_from_sums
 from l2r.errors import InputError
-from l2r.functional import mean_probs, router_z_loss, routing_probs, select_experts
-from l2r.hf.routes import in_backward, unwrapped_model
-from l2r.hf.swap import layer_index, running_sites
+from l2r.functional import mean_probs, router_z_loss
 from l2r.routers import Captured, RouterOutput
-from l2r.routers.observe import watched
-from l2r.routers.temporary import removing
+from l2r.routers.capture import RouterSite, observed, sites_of
+from l2r.routers.model_calls import ModelCall
+from l2r.routers.observe import block_bias, evaluating, layer_index, unwrapped_model
+from l2r.routers.selection_rule import Selection
 
+# Tokens [T] of a call that count, T of them in all; None for those that its arguments tell.
+Trained = Callable[[ModelCall, int], Tensor | None]
 Routed = Sequence[Tensor]  # logits [T, N], weights [T, K], indices [T, K]
 
 NUMBERS = (
@@ -75,7 +77,7 @@ class RouterStatistics:
         return found
 
     def picture(self) -> UInt8[Tensor, "3 H W"]:
-        """Loads as colors, a row for each layer and a column for each expert, 8 pixels a cell.
+        """Draw loads as colors: a row for each layer, a column for each expert, 8 pixels a cell.
 
         Black is no token, blue less than a fair load, white a fair one, red twice as much or more.
         """
@@ -92,117 +94,159 @@ class RouterStatistics:
 
 
 def router_statistics(
-    source: Any, *, mask: Tensor | None = None, top_k: int | None = None
+    source: Any,
+    *,
+    mask: Tensor | Sequence[Tensor] | None = None,
+    model: nn.Module | None = None,
+    top_k: int | None = None,
 ) -> RouterStatistics:
     """Statistics of one step, from what ``capture`` recorded or from a model's output.
 
     ``source`` is a ``Captured``; a list of (logits [T, N], weights [T, K], indices [T, K]), a
-    layer each; or an output with ``router_logits``, which needs ``top_k``: the k largest logits
-    are taken as chosen, which is exact in families without groups or a selection bias. ``mask``
-    (any shape, T entries) is true for tokens that count.
+    layer each; or an output with ``router_logits``, which needs the ``model`` that made it: its
+    rule chooses the experts, and its blocks give the layers their numbers. ``mask`` (any shape, T
+    entries) is true for tokens that count; of a ``Captured`` these are, without one, the tokens
+    that the step trains on: no padding, and with a label where the model was called with labels.
+    Of a ``Captured`` it may be [rows, columns] of the last columns alone, such as completions, and
+    is a list of one for each call where there are several.
+    ``top_k``, which once stood for ``model``, is not read: k logits do not tell the experts.
 
-    Raises ValueError for a source without routed tokens, and for ``router_logits`` without
-    ``top_k``.
+    Raises ValueError for a source without routed tokens, for ``router_logits`` without ``model``,
+    for those of a model whose experts its logits do not tell, and for a mask of other tokens.
     """
-    layers: dict[int, Sequence[Routed]]
+    total: dict[int, sums.Sums] = {}
     if isinstance(source, Captured):
         called = {name: list(calls) for name, calls in source.outputs.items() if calls}
-        numbers = _numbered(called)
-        layers = {numbers[name]: calls for name, calls in called.items()}
-    else:
-        layers = {n: [output] for n, output in enumerate(_outputs(source, top_k))}
-    total: dict[int, sums.Sums] = {}
-    for layer, every in layers.items():
-        for call in every:
-            sums.add(total.setdefault(layer, {}), _sums(call, mask))
+        masks = None if mask is None else source.by_call("mask", mask)
+        for name, layer in _numbered(called).items():
+            for output, call in zip(called[name], source.calls[name], strict=True):
+                tokens = len(output.logits)
+                if masks is None:
+                    counted = call.trained(tokens)
+                else:
+                    counted = call.aligned("mask", masks[id(call)], tokens)
+                sums.add(total.setdefault(layer, {}), _sums(output, counted))
+        return _from_sums(total)
+    if not isinstance(mask, Tensor | None):
+        raise InputError(
+            f"mask must be a tensor where source is a {type(source).__name__}; "
+            f"got {type(mask).__name__}"
+        )
+    for layer, routed in _outputs(source, model).items():
+        sums.add(total.setdefault(layer, {}), _sums(routed, mask))
     return _from_sums(total)
 
 
 class RouterWatch:
     """Sums over what the routers of a model return between ``start`` and ``read``.
 
-    Padding in a 2-D ``attention_mask`` that the model is called with does not count. A layer that
-    activation checkpointing runs again counts once. A compiled model is not watched.
+    Tokens that the step trains on count: no padding in a 2-D ``attention_mask`` that the model is
+    called with, and where it is called with ``labels`` those that have one. Calls without
+    gradients, such as those of generation, count only where ``start`` was called without. A layer
+    that activation checkpointing runs again counts once. A compiled model is passed compiled.
     Raises ValueError for a model without a supported router.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        inner = unwrapped_model(model)
-        self._sites = running_sites(inner)
+        self._model = model
+        self._sites = sites_of(model)
         self._layers = _numbered(site.path for site in self._sites)
-        # transformers' outermost model is called with the attention mask, whatever stands around.
-        whole = (part for part in inner.modules() if hasattr(part, "get_input_embeddings"))
-        self._called = next(whole, inner)
         self._watching: ExitStack | None = None
         self._sums: dict[int, sums.Sums] = {}
-        self._mask: Tensor | None = None
+        self._trains = True
+        self._trained: Trained | None = None
 
-    def start(self) -> None:
-        """Watch the forward passes from here on."""
+    def start(self, model: nn.Module | None = None, trained: Trained | None = None) -> None:
+        """Watch the forward passes from here on, of a ``model`` that wraps the first one too.
+
+        ``trained`` gives the tokens that count, where the model's arguments do not tell them.
+        """
         self.stop()
-        hook = self._called.register_forward_pre_hook(self._see_mask, with_kwargs=True)
+        self._trained = trained
+        self._trains = torch.is_grad_enabled()
         self._watching = ExitStack()
-        self._watching.enter_context(removing({hook: self._called}))
-        routers = {site.path: site.router for site in self._sites}
-        self._watching.enter_context(watched(routers, self._see))
+        watched = self._model if model is None else model
+        self._watching.enter_context(observed(watched, self._see, sites=self._sites))
 
     def stop(self) -> None:
         """Watch no more, and forget what was seen."""
         if self._watching is not None:
             self._watching.close()
-        self._watching, self._sums, self._mask = None, {}, None
+        self._watching, self._sums = None, {}
 
     def read(self) -> RouterStatistics | None:
-        """Statistics over all ranks, which call this together; None where no router was called."""
+        """Statistics over all ranks, which call this together; None where no token counted."""
         total = sums.all_reduce(self._sums)
         self.stop()
-        return _from_sums(total) if total else None
+        counted = total and all(part["tokens"] > 0 for part in total.values())
+        return _from_sums(total) if counted else None
 
     @property
     def is_open(self) -> bool:
-        """Whether it watches."""
+        """Tell whether it watches."""
         return self._watching is not None
 
-    def _see_mask(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        mask = kwargs.get("attention_mask")
-        self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-
-    def _see(self, x: Tensor, output: RouterOutput, path: str) -> None:
-        if not (in_backward() or torch.compiler.is_compiling()):
-            part = _sums(output, self._mask)
-            sums.add(self._sums.setdefault(self._layers[path], {}), part)
+    def _see(self, site: RouterSite, x: Tensor, output: RouterOutput, call: ModelCall) -> None:
+        if call.gradients or not self._trains:
+            tokens = len(output.logits)
+            mask = None if self._trained is None else self._trained(call, tokens)
+            part = _sums(output, call.trained(tokens) if mask is None else mask)
+            sums.add(self._sums.setdefault(self._layers[site.path], {}), part)
 
 
 def _numbered(paths: Iterable[str]) -> dict[str, int]:
-    """Indices of the blocks of routers; their own order where two of them have one index."""
+    """Return indices of the blocks of routers; their own order where two of them have one index."""
     layers = {path: layer_index(path) for path in paths}
     alone = len(set(layers.values())) == len(layers)
     return layers if alone else {path: n for n, path in enumerate(layers)}
 
 
-def _outputs(source: Any, top_k: int | None) -> Sequence[Routed]:
+def _outputs(source: Any, model: nn.Module | None) -> Mapping[int, Routed]:
     logits = getattr(source, "router_logits", None)
     if logits is None:
         if isinstance(source, Sequence) and source:
-            return list(source)
+            return dict(enumerate(source))
         raise InputError(
             "source must be what capture recorded, a list of (logits, weights, indices) or an "
             f"output with router_logits; got {type(source).__name__}"
         )
-    if top_k is None:
-        raise InputError("top_k is needed with router_logits, which do not say it; got None")
-    found = []
-    for layer in (layer for layer in logits if layer is not None):
+    if model is None:
+        raise InputError(
+            "router_logits do not say which experts were chosen; pass the model too "
+            "(router_statistics(output, model=model)), or what l2r.capture recorded"
+        )
+    inner = unwrapped_model(model)
+    sites = [site for site in sites_of(inner) if not site.selection.by_token]
+    given = [layer for layer in logits if layer is not None]
+    if len(given) != len(sites) or (inner.training and any(_samples(site) for site in sites)):
+        raise InputError(
+            f"router_logits of {len(given)} layers do not tell the experts of the model's "
+            f"{len(sites)} routers; use l2r.capture"
+        )
+    layers, found = _numbered(site.path for site in sites), {}
+    for site, layer in zip(sites, given, strict=True):
         flat = layer.reshape(-1, layer.shape[-1])
-        found.append((flat, *select_experts(routing_probs(flat), top_k, ranking=flat)))
+        bias = block_bias(inner, site.path) if site.selection.block_bias else ()
+        with evaluating(site.router):
+            found[layers[site.path]] = (flat, *site.selection(site.router, flat, *bias))
     return found
+
+
+def _samples(site: RouterSite) -> bool:
+    """Tell whether a router draws its experts in training."""
+    return type(site.selection).__call__ is not Selection.__call__
 
 
 @torch.no_grad()
 def _sums(output: Routed, mask: Tensor | None) -> sums.Sums:
-    """Sums over the tokens of one call that count."""
-    logits, weights, indices = output
-    if mask is not None and mask.numel() == len(logits):
+    """Return sums over the tokens of one call that count."""
+    logits, weights, indices = (part.detach() for part in output)
+    if mask is not None:
+        if mask.numel() != len(logits):
+            raise InputError(
+                f"mask must have an entry for each of the {len(logits)} tokens; got "
+                f"{list(mask.shape)}"
+            )
         keep = mask.reshape(-1).bool().to(logits.device)
         logits, weights, indices = logits[keep], weights[keep], indices[keep]
     tokens = len(logits)

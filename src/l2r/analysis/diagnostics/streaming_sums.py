@@ -27,13 +27,13 @@ def margin_sums(logits: Float[Tensor, "T N"], threshold: float) -> Sums:
         "margin": margin.sum(),
         "low_margin": torch.where(margin.isnan(), margin, (margin < threshold).double()).sum(),
         "scale_free_margin": scale_free.sum(),
-        "logit_spread": _spread(logits.double()).sum(),
+        "logit_spread": _deviation(logits.double()).sum(),
     }
 
 
 def margins(logits: Float[Tensor, "T N"]) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
     """Each token's gap between its two largest logits, and that over its logits' deviation."""
-    margin, spread = gaps(logits), _spread(logits.double())
+    margin, spread = gaps(logits), _deviation(logits.double())
     return margin, torch.where(spread == 0, 0.0, margin / spread)
 
 
@@ -43,8 +43,8 @@ def gaps(logits: Float[Tensor, "T N"]) -> Float[Tensor, " T"]:
     return top[:, 0] - top[:, -1]
 
 
-def _spread(wide: Float[Tensor, "T N"]) -> Float[Tensor, " T"]:
-    """Standard deviation of each token's logits over experts."""
+def _deviation(wide: Float[Tensor, "T N"]) -> Float[Tensor, " T"]:
+    """Compute the standard deviation of each token's logits over experts."""
     return (wide - wide.mean(dim=-1, keepdim=True)).square().mean(dim=-1).sqrt()
 
 
@@ -91,7 +91,7 @@ def domain_sums(
     num_experts: int,
     num_domains: int,
 ) -> Sums:
-    """Counts of assignments from each domain to each expert: joint [G, N], blocks [G, B, N].
+    """Count assignments from each domain to each expert: joint [G, N], blocks [G, B, N].
 
     ``rows`` numbers the sequence or image of each token. Its row modulo B is the token's block,
     so that the counts of a few dozen groups of whole rows are known in bounded memory.
@@ -103,7 +103,7 @@ def domain_sums(
 
 
 def anchor_sums(scores: Float[Tensor, "T N H"], indices: Int[Tensor, "T K"]) -> Sums:
-    """Counts [N, H]: how often each anchor is the best of an expert that was chosen."""
+    """Count [N, H] how often each anchor is the best of an expert that was chosen."""
     experts, heads = scores.shape[1:]
     chosen = scores.gather(1, indices[:, :, None].expand(-1, -1, heads))
     cell = indices * heads + chosen.argmax(dim=-1)
@@ -118,7 +118,7 @@ def add(total: Sums, part: Sums) -> None:
 
 
 def all_reduce(parts: Mapping[Part, Sums]) -> dict[Part, Sums]:
-    """Sums of every part over all ranks, which call this together, in the parts' order.
+    """Sum every part over all ranks, which call this together, in the parts' order.
 
     A rank that saw no token has no sums, and gets those of the others.
     """

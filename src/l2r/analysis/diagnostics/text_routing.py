@@ -1,4 +1,4 @@
-"""What the routers do with a text, token by token and expert by expert, while a model reads it.
+"""Routing of a text, token by token and expert by expert, while a model reads it.
 
 Shape letters: B rows, S tokens of a row, T tokens of a batch, D hidden size, N experts, K experts
 chosen per token, M contexts per expert.
@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from l2r.analysis.certificates.certify import certify_first
-from l2r.analysis.diagnostics.data_pass import Reading, Reducer
+from l2r.analysis.diagnostics.data_pass import BatchReading, RouterReducer
 from l2r.analysis.diagnostics.settings import TOKENS
 from l2r.analysis.diagnostics.streaming_sums import gaps
 from l2r.errors import InputError
+from l2r.files.arrays import TextRouting
 from l2r.hf.checkpoints import token_ids, tokenizer_errors
 from l2r.routers import RouterOutput
 from l2r.routers.observe import find_routers
 from l2r.routers.offload import materialized
-from l2r.runs.text_routing import TextRouting
 
 CONTEXTS, VOCABULARY = 6, 12  # per expert
 _Z = 1.96  # of the 95% interval
 
 
-class TextTrace(Reducer):
+class TextTrace(RouterReducer):
     """Routing of a text; ``result`` gives it once all batches were read.
 
     ``tokens`` are kept one by one, the same number from every domain: whole rows, or the start of
@@ -51,7 +51,7 @@ class TextTrace(Reducer):
         self._columns = 0
         self._called: set[str] = set()
 
-    def begin(self, reading: Reading) -> None:
+    def begin(self, reading: BatchReading) -> None:
         """Choose the tokens of the batch that are kept one by one, and note its text."""
         assert reading.domain is not None
         self._called.clear()
@@ -82,7 +82,7 @@ class TextTrace(Reducer):
     def result(
         self, tokenizer: Any, report: Callable[[int], None] = lambda layers_done: None
     ) -> TextRouting:
-        """The routing of all that was read; without a tokenizer tokens are shown as numbers."""
+        """Return the routing of all text; without a tokenizer tokens are shown as numbers."""
         rows = torch.cat(self._rows)
         ids, tokens = torch.unique(rows, return_inverse=True)
         parts: dict[str, list[np.ndarray]] = {}
@@ -131,7 +131,7 @@ class _Layer:
         self._counts = torch.empty(0, dtype=torch.int64)
 
     def expect(self, ids: Int[Tensor, " T"], keep: Tensor, start: int) -> None:
-        """The tokens of the next call, which of them are kept, and the place of the first."""
+        """Set the tokens of the next call, which of them are kept, and the place of the first."""
         self._ids, self._keep, self._start = ids, keep, start
 
     def add(self, x: Float[Tensor, "*B D"], output: RouterOutput) -> None:
@@ -210,7 +210,7 @@ def wilson_low(hits: Int[Tensor, " n"], of: Int[Tensor, " n"]) -> Float[Tensor, 
 
 
 def token_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text of tokens as it stands within a sentence, with the space before a word."""
+    """Decode tokens as they stand within a sentence, with the space before a word."""
     if tokenizer is None:
         return [f" {number}" for number in ids]
     # Many tokenizers drop the space at the start of a text, so every token follows another.

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from l2r.analysis.routes.mismatch import Comparison as Comparison
     from l2r.analysis.routes.mismatch import compare_models as compare_models
     from l2r.analysis.routes.mismatch import compare_routes as compare_routes
-    from l2r.analysis.routes.model_reading import read_routing as read_routing
-    from l2r.runs.mismatch import ARITHMETICS as ARITHMETICS
+    from l2r.analysis.routes.mismatch import read_routing as read_routing
+    from l2r.analysis.routes.step_gap import RouteGap as RouteGap
+    from l2r.analysis.routes.step_gap import route_gap as route_gap
+    from l2r.files.mismatch import ARITHMETICS as ARITHMETICS
 else:
     __getattr__, __dir__ = lazy_names(__name__)

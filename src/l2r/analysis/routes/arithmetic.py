@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from l2r.analysis.diagnostics import bf16_copy
 from l2r.errors import InputError
+from l2r.files.mismatch import ARITHMETICS
 from l2r.hf.models import check_unpacked
 from l2r.hf.routes import routed_layers
 from l2r.routers import Router
-from l2r.runs.mismatch import ARITHMETICS
 
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 

@@ -10,11 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from l2r.errors import InputError
+from l2r.files.reading import MAX_BYTES, parse_json, refuse_endless
 from l2r.hf.routes import Fingerprint, Routes, from_sglang, from_vllm
-from l2r.runs.reading import MAX_BYTES, parse_json, refuse_endless
 
 _MEASURED = ("logprob", "expert")  # parts of the names of fields that hold measurements
-_MOST_IDS = 1 << 31  # as engines count them
+_MAX_IDS = 1 << 31  # as engines count them
 _LARGEST = torch.finfo(torch.float32).max
 _READ = {"logprobs", "routed_experts", "input_token_logprobs", "output_token_logprobs"}
 
@@ -54,7 +54,7 @@ def read_answers(path: Path, fingerprint: Fingerprint, prompt_start: int = 0) ->
             read = _sglang if "meta_info" in answer else _vllm
             for choice in read(answer, fingerprint, prompt_start):
                 ids = [*choice.prompt, *choice.tokens]
-                if not 0 <= min(ids) <= max(ids) < _MOST_IDS:
+                if not 0 <= min(ids) <= max(ids) < _MAX_IDS:
                     raise InputError(f"token ids must be >= 0 and < 2^31; got {ids!s:.80}")
                 row = torch.tensor(ids)
                 if choice.routes.lengths.tolist() != [len(row)]:
@@ -178,7 +178,7 @@ def _field(part: Any, name: str) -> Any:
 
 
 def _list(part: Any, name: str) -> list[Any]:
-    """A field that is a list, null or not there."""
+    """Return a field that is a list, null or not there."""
     value = _field(part, name)
     if not isinstance(value, list | None):
         raise InputError(f"{name} must be a list or null; got {type(value).__name__}")

@@ -4,22 +4,61 @@ A decision, a token in a layer, is certified when its certified radius, which le
 router's own rounding, exceeds the measured change of the router's input. Where the routers differ
 in parameters or in their dtype none is certified.
 
-Shape letters: L layers, T tokens of a batch, D hidden size, K experts chosen per token, V words.
+Shape letters: L layers, T tokens of a batch, D hidden size, K experts chosen per token, B rows, S
+tokens a row, V words.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from l2r.analysis.certificates.attack import decision_gap
 from l2r.analysis.certificates.certify import holds_within
-from l2r.analysis.routes.model_reading import Reading, read_routing
 from l2r.errors import InputError
-from l2r.hf.routes import Routes, fingerprint_of
+from l2r.files.mismatch import NO_STATEMENT
+from l2r.hf.routes import Routes, fingerprint_of, record, replay
 from l2r.hf.swap import running_sites
-from l2r.runs.mismatch import NO_STATEMENT
+from l2r.routers import RouterOutput
+from l2r.routers.observe import evaluating, watched
+
+
+class RoutingRun(NamedTuple):
+    """One run. routes: experts of its sequences. inputs [T, D] and gaps [T] of every router:
+    smallest logit of the chosen experts minus largest of the others. logits [B, S, V]."""
+
+    routes: Routes
+    inputs: list[Float[Tensor, "T D"]]
+    gaps: list[Float[Tensor, " T"]]
+    logits: Float[Tensor, "B S V"]
+
+
+@torch.no_grad()
+def read_routing(
+    model: nn.Module, ids: Int[Tensor, "B S"], routes: Routes | None = None
+) -> RoutingRun:
+    """Run rows of tokens without padding, with the experts of ``routes`` where they are given."""
+    sites = running_sites(model)
+    inputs: list[Tensor] = []
+    gaps: list[Tensor] = []
+
+    def keep(x: Tensor, output: RouterOutput, name: str) -> None:
+        logits, _, indices = output
+        inside = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, indices, True)
+        inputs.append(x.detach().reshape(len(logits), -1))
+        gaps.append(decision_gap(logits.double(), inside).float())
+
+    with evaluating(model), ExitStack() as stack:
+        stack.enter_context(watched({site.path: site.router for site in sites}, keep))
+        if routes is not None:
+            stack.enter_context(replay(model, routes))
+        recorder = stack.enter_context(record(model))
+        output: Any = model(input_ids=ids, use_cache=False)
+    return RoutingRun(recorder.routes(), inputs, gaps, output.logits.float())
 
 
 class Comparison:
@@ -116,7 +155,7 @@ class Comparison:
         }
 
     def changes(
-        self, first: Reading, second: Reading
+        self, first: RoutingRun, second: RoutingRun
     ) -> tuple[Float[Tensor, "L T"], Int[Tensor, "L T"]]:
         """Relative change of every router's input, and 1 for a certified decision, 0 for one
         that is not, NO_STATEMENT where nothing can be said."""
@@ -139,7 +178,7 @@ class Comparison:
                 self.remarks[layer] = str(error)
         return (distance / norm.clamp_min(1e-30)).float().cpu(), certified
 
-    def _keep(self, first: Reading, other: Routes, ids: Tensor) -> None:
+    def _keep(self, first: RoutingRun, other: Routes, ids: Tensor) -> None:
         other.fingerprint.check(self.fingerprint)
         wanted = [ids.shape[1]] * ids.shape[0]
         if other.lengths.tolist() != wanted:
@@ -214,7 +253,7 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _difference(one: nn.Module, other: nn.Module) -> str:
-    """Why no radius of one router says anything of the other; empty where they are equal."""
+    """Say why no radius of one router holds for the other; empty if they are equal."""
     kinds = type(one).__name__, type(other).__name__
     if kinds[0] != kinds[1]:
         return f"a certificate is of one router, and these are {kinds[0]} and {kinds[1]}"

@@ -188,7 +188,7 @@ class HeadsNorm(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> Any:
-        """The gain, cut over tensor-parallel ranks."""
+        """Return the gain, cut over tensor-parallel ranks."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 

@@ -24,14 +24,14 @@ from l2r.engines.megatron.settings import (
     rope_parameters,
     selection_rule,
 )
-from l2r.engines.olmoe_tensors import Pair, Tensors, copy_all, olmoe, router_pairs
+from l2r.engines.olmoe_tensors import OlmoeTensors, Pair, copy_all, olmoe, router_pairs
 from l2r.engines.proof import prove
 from l2r.errors import InputError
 from l2r.routers.observe import evaluating
 
 
 def to_hugging_face(model: Any, **settings: Any) -> Any:
-    """A GPTModel or HybridModel of one rank as L2rOlmoeForCausalLM, in fp32.
+    """Return a GPTModel or HybridModel of one rank as L2rOlmoeForCausalLM, in fp32.
 
     ``settings`` are further fields of its configuration (token ids); ``max_position_embeddings`` is
     the model's ``max_sequence_length`` by default. Both models run on so many random tokens, and
@@ -65,7 +65,7 @@ def to_hugging_face(model: Any, **settings: Any) -> Any:
 
 
 def without_export(model: Any) -> list[str]:
-    """A line for each setting of a model that ``to_hugging_face`` would refuse, on any rank.
+    """Return a line for each setting of a model that ``to_hugging_face`` would refuse, on any rank.
 
     Before the training; the plug has already warned of those in the configuration.
     """
@@ -102,7 +102,7 @@ def _check(model: Any) -> L2RTopKRouter:
 
 
 def _layers(model: Any) -> list[tuple[Any, Any]]:
-    """The layer with the attention and that with the experts of each layer of an OLMoE."""
+    """Return the layer with the attention and that with the experts of each layer of an OLMoE."""
     layers = list(model.decoder.layers)
     pattern = getattr(model, "hybrid_layer_pattern", None)
     if pattern is None:
@@ -115,7 +115,7 @@ def _layers(model: Any) -> list[tuple[Any, Any]]:
     return list(zip(layers[::2], layers[1::2], strict=True))
 
 
-def _pairs(model: Any, ours: Tensors, theirs: Tensors) -> Iterator[Pair]:
+def _pairs(model: Any, ours: OlmoeTensors, theirs: OlmoeTensors) -> Iterator[Pair]:
     """Pair every tensor of a Hugging Face model with that of the engine, as views."""
     c, heads = model.config, model.config.num_attention_heads // model.config.num_query_groups
     embedding = ours.take("model.embed_tokens.weight")

@@ -19,8 +19,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from l2r.engines.engine import require
-from l2r.engines.route_calls import WHOLE, Choose, Part, Seat
-from l2r.engines.routes import Recorder, Replay, recording, replaying
+from l2r.engines.routes import (
+    WHOLE_ROWS,
+    Choose,
+    EngineRecorder,
+    EngineReplay,
+    RankSlice,
+    RouterHook,
+    recording,
+    replaying,
+)
 from l2r.errors import InputError
 from l2r.hf.routes import Fingerprint, Routes, Side
 
@@ -33,7 +41,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplayAction  # no
 _TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
-def record(model: nn.Module) -> AbstractContextManager[Recorder]:
+def record(model: nn.Module) -> AbstractContextManager[EngineRecorder]:
     """Record the experts that ``model`` takes inside the block; ``recorder.routes()``.
 
     Every call is a batch of token ids [rows, columns]. Works with Megatron's routers and ours, and
@@ -41,12 +49,12 @@ def record(model: nn.Module) -> AbstractContextManager[Recorder]:
     parallel each rank records its layers. Raises ValueError for a model without routers, and with
     context parallel or fused routing.
     """
-    return recording(model, *_seats(model, _recording))
+    return recording(model, *_router_hooks(model, _recording))
 
 
 def replay(
     model: nn.Module, routes: Routes, *, side: Side = "right"
-) -> AbstractContextManager[Replay]:
+) -> AbstractContextManager[EngineReplay]:
     """Let ``model`` take the experts of ``routes`` inside the block, its backward pass included.
 
     Calls read the sequences in their order, one a row, padded on ``side``. Weights come from the
@@ -54,13 +62,13 @@ def replay(
     ``moe_enable_routing_replay``, and before the forward for routes that do not fit the model or a
     call.
     """
-    seats = _seats(model, _replaying, moe_enable_routing_replay=True)
-    return replaying(model, *seats, routes, side)
+    router_hooks = _router_hooks(model, _replaying, moe_enable_routing_replay=True)
+    return replaying(model, *router_hooks, routes, side)
 
 
-def _seats(
-    model: nn.Module, maker: Callable[[Any], Seat], **wanted: Any
-) -> tuple[dict[int, Seat], Fingerprint]:
+def _router_hooks(
+    model: nn.Module, maker: Callable[[Any], RouterHook], **wanted: Any
+) -> tuple[dict[int, RouterHook], Fingerprint]:
     routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
     if not routers:
         raise InputError("the model has no router of Megatron-core's")
@@ -76,14 +84,14 @@ def _seats(
     if hybrid is not None:
         hybrid = hybrid.partition("/")[0].replace("|", "")
         numbers = {router: hybrid[:number].count("E") for router, number in numbers.items()}
-    seats = {number: maker(router) for router, number in numbers.items()}
+    router_hooks = {number: maker(router) for router, number in numbers.items()}
     sizes = Fingerprint(
         num_experts=config.num_moe_experts,
         top_k=config.moe_router_topk,
-        layers=tuple(sorted(seats)),
+        layers=tuple(sorted(router_hooks)),
         hidden_layers=config.num_layers if hybrid is None else hybrid.count("E"),
     )
-    return seats, sizes
+    return router_hooks, sizes
 
 
 class _Listening:
@@ -101,10 +109,10 @@ class _Listening:
         return weights, own
 
 
-def _recording(router: Any) -> Seat:
+def _recording(router: Any) -> RouterHook:
     own_replay = router.router_replay
     if own_replay is None:
-        return Seat(router, "router_replay", lambda choose: _Listening(router, choose))
+        return RouterHook(router, "router_replay", lambda choose: _Listening(router, choose))
     plain = own_replay.get_replay_topk
 
     def make(choose: Choose) -> _TopK:
@@ -115,10 +123,10 @@ def _recording(router: Any) -> Seat:
 
         return get_replay_topk
 
-    return Seat(own_replay, "get_replay_topk", make)
+    return RouterHook(own_replay, "get_replay_topk", make)
 
 
-def _replaying(router: Any) -> Seat:
+def _replaying(router: Any) -> RouterHook:
     own_replay = router.router_replay
     plain = type(own_replay).get_replay_topk
 
@@ -144,12 +152,12 @@ def _replaying(router: Any) -> Seat:
 
         return get_replay_topk
 
-    return Seat(own_replay, "get_replay_topk", make)
+    return RouterHook(own_replay, "get_replay_topk", make)
 
 
-def _part(config: Any) -> Part:
+def _part(config: Any) -> RankSlice:
     """Piece of the sequence that this rank's routers get."""
     if not config.sequence_parallel:
-        return WHOLE
+        return WHOLE_ROWS
     group = parallel_state.get_tensor_model_parallel_group()
-    return Part(group.rank(), group.size(), group)
+    return RankSlice(group.rank(), group.size(), group)

@@ -184,12 +184,12 @@ def selection_rule(config: Any) -> Selection:
 
 
 def fields_without_export(config: Any, router: Router) -> list[str]:
-    """A line for each field of a training with ``router`` that has no export."""
+    """Return a line for each field of a training with ``router`` that has no export."""
     return [line for name, line in _of_config(config, router) if name not in _OF_RANKS]
 
 
 def arguments_without_export(model: Any) -> list[str]:
-    """A line for each argument of a model, or of its part on a rank, that has no export."""
+    """Return a line for each argument of a model, or of its part on a rank, that has no export."""
     lines = [line for name, line in _of_model(model) if name not in _OF_RANKS]
     if not lines and hasattr(model, "rotary_pos_emb"):
         try:
@@ -206,7 +206,7 @@ def check_exportable(model: Any, router: Router) -> None:
 
 
 def rope_parameters(model: Any) -> dict[str, Any]:
-    """Those of the Hugging Face configuration. Raises InputError where it has none so."""
+    """Return a configuration's rope_parameters. Raises InputError if Hugging Face has none so."""
     rotary = model.rotary_pos_emb
     found = rotary.inv_freq.double().cpu()
     size = 2 * len(found)

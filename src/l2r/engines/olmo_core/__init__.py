@@ -52,7 +52,7 @@ class L2RRouterConfig(MoERouterConfig):
         init_device: str = "cpu",
         **losses: Any,
     ) -> "L2RMoERouter":
-        """The router of one layer; called by the engine's MoE module.
+        """Return the router of one layer; called by the engine's MoE module.
 
         Warns in one line of each of its settings that has no export to Hugging Face.
         """
@@ -141,7 +141,7 @@ class _Weight(Tensor):
 
     @classmethod
     def of(cls, router: "L2RMoERouter") -> "_Weight":
-        """The one of a router."""
+        """Return the one of a router."""
         made = torch.empty(0).as_subclass(cls)
         made.router = router
         return made
@@ -164,7 +164,7 @@ class _Weight(Tensor):
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """This rank's tensor; under TP its gradient is the part from this rank's tokens."""
+    """Return this rank's tensor; under TP its gradient comes from this rank's tokens."""
     if not isinstance(tensor, DTensor):
         return tensor
     local: Tensor = tensor.to_local(grad_placements=[Partial()] * tensor.device_mesh.ndim)

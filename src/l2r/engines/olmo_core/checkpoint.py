@@ -28,8 +28,8 @@ from l2r.engines.olmo_core.settings import (
     router_config,
 )
 from l2r.engines.olmoe_tensors import (
+    OlmoeTensors,
     Pair,
-    Tensors,
     check_sizes,
     copy_all,
     olmoe,
@@ -64,7 +64,7 @@ _POST = {
 
 
 def to_hugging_face(model: Any, **settings: Any) -> Any:
-    """The model on Hugging Face, in fp32 on the CPU; None on ranks other than 0.
+    """Return the model on Hugging Face, in fp32 on the CPU; None on ranks other than 0.
 
     Every rank calls it. ``settings`` are further fields of its configuration
     (max_position_embeddings, token ids). The two models are compared on one row of random tokens,
@@ -123,7 +123,7 @@ def load_hugging_face(model: Any, source: Any) -> None:
     sharded.set_model_state_dict(model, state, options=options)
 
 
-def _pairs(model: Any, ours: Tensors, theirs: Tensors) -> Iterator[Pair]:
+def _pairs(model: Any, ours: OlmoeTensors, theirs: OlmoeTensors) -> Iterator[Pair]:
     """Pair every tensor of a Hugging Face model with that of the engine, as views."""
     names = _LAYER | (_POST if post_norm(model) else _PRE)
     for here, there in _MODEL.items():

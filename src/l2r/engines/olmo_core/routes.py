@@ -14,8 +14,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from l2r.engines.engine import require
-from l2r.engines.route_calls import WHOLE, Choose, Part, Seat
-from l2r.engines.routes import Recorder, Replay, recording, replaying, routers_by_layer
+from l2r.engines.routes import (
+    WHOLE_ROWS,
+    Choose,
+    EngineRecorder,
+    EngineReplay,
+    RankSlice,
+    RouterHook,
+    recording,
+    replaying,
+    routers_by_layer,
+)
 from l2r.errors import InputError
 from l2r.hf.routes import Fingerprint, Routes, Side
 
@@ -24,19 +33,19 @@ require("ai2-olmo-core")
 from olmo_core.nn.moe.router import MoERouter  # noqa: E402
 
 
-def record(model: nn.Module) -> AbstractContextManager[Recorder]:
+def record(model: nn.Module) -> AbstractContextManager[EngineRecorder]:
     """Record the experts that ``model`` takes inside the block; ``recorder.routes()``.
 
     Every call is a batch of token ids [rows, columns]. Works with OLMo-core's routers and ours,
     and under tensor parallel, where all ranks must ask for the routes. Raises ValueError for a
     model without routers and under context parallel.
     """
-    return recording(model, *_seats(model))
+    return recording(model, *_router_hooks(model))
 
 
 def replay(
     model: nn.Module, routes: Routes, *, side: Side = "right"
-) -> AbstractContextManager[Replay]:
+) -> AbstractContextManager[EngineReplay]:
     """Let ``model`` take the experts of ``routes`` inside the block, its backward pass included.
 
     Calls read the sequences in their order, one a row, padded on ``side``. Weights come from the
@@ -44,22 +53,24 @@ def replay(
     themselves. Raises ValueError as ``record``, and before the forward for routes that do not fit
     the model or a call.
     """
-    return replaying(model, *_seats(model), routes, side)
+    return replaying(model, *_router_hooks(model), routes, side)
 
 
-def _seats(model: nn.Module) -> tuple[dict[int, Seat], Fingerprint]:
+def _router_hooks(model: nn.Module) -> tuple[dict[int, RouterHook], Fingerprint]:
     routers = routers_by_layer(model, MoERouter, "OLMo-core")
     first = next(iter(routers.values()))
     if first.cp_mesh is not None:
         raise InputError("context parallel must be off to record or replay")
-    seats = {n: Seat(router, "get_top_k", _maker(router)) for n, router in routers.items()}
+    router_hooks = {
+        n: RouterHook(router, "get_top_k", _maker(router)) for n, router in routers.items()
+    }
     sizes = Fingerprint(
         num_experts=first.num_experts,
         top_k=first.top_k,
         layers=tuple(sorted(routers)),
         hidden_layers=getattr(model, "n_layers", None),
     )
-    return seats, sizes
+    return router_hooks, sizes
 
 
 def _maker(router: Any) -> Callable[[Choose], Callable[..., tuple[Tensor, Tensor]]]:
@@ -76,7 +87,11 @@ def _maker(router: Any) -> Callable[[Choose], Callable[..., tuple[Tensor, Tensor
     return make
 
 
-def _part(router: Any) -> Part:
+def _part(router: Any) -> RankSlice:
     """Piece of the sequence that this rank's router gets."""
     mesh = router.tp_mesh
-    return WHOLE if mesh is None else Part(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+    return (
+        WHOLE_ROWS
+        if mesh is None
+        else RankSlice(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+    )

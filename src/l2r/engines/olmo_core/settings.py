@@ -115,7 +115,7 @@ def check_exportable(model: Any) -> None:
 
 
 def unexportable(model: Any) -> list[str]:
-    """One line for each setting of a model, built or trained, that has no export; best none."""
+    """List a line for each setting of a model, built or trained, that has no export; best none."""
     return [*dict.fromkeys(_lines(model))]
 
 
@@ -144,7 +144,7 @@ def post_norm(model: Any) -> bool:
 
 
 def router_config(router: MoERouter) -> RouterConfig:
-    """Configuration with which a router selects by itself as it did in the engine.
+    """Return the configuration with which a router alone selects as it did in the engine.
 
     Raises InputError where there is none.
     """
@@ -182,7 +182,7 @@ def blocks_of(model: Any) -> list[Any]:
 
 
 def _unwrapped(module: Any) -> Any:
-    """The module inside those of activation checkpointing and torch.compile."""
+    """Return the module inside those of activation checkpointing and torch.compile."""
     for name in _WRAPPERS:
         if name in module._modules:
             return _unwrapped(module._modules[name])
@@ -210,7 +210,7 @@ def _lines(model: Any) -> Iterator[str]:
 
 
 def router_lines(router: MoERouter) -> Iterator[str]:
-    """One line for each setting of a router that has no export to Hugging Face."""
+    """List a line for each setting of a router that has no export to Hugging Face."""
     try:
         router_config(router)
     except InputError as error:
@@ -272,7 +272,7 @@ def _olmoe(model: Any) -> nn.Module:
 
 
 def _without_storage(config: TransformerConfig) -> nn.Module:
-    """The model of a configuration; its routers warn of nothing, and no random number is drawn."""
+    """Build the model of a configuration, without router warnings and random numbers."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         return config.build(init_device="meta")
@@ -306,11 +306,11 @@ def _unlike_attributes(path: str, part: Any, wanted: Any) -> Iterator[str]:
         if not method and _is_setting(value) and _is_setting(right) and value != right:
             yield _line(prefix + name, right, value)
     if isinstance(part, ParallelMLP):
-        least = part.mlp.num_experts / part.top_k
-        if part.capacity_factor < least:
+        min_factor = part.mlp.num_experts / part.top_k
+        if part.capacity_factor < min_factor:
             yield _line(
                 f"{path}.capacity_factor",
-                f">= num_experts / top_k = {least:g}",
+                f">= num_experts / top_k = {min_factor:g}",
                 part.capacity_factor,
             )
 
@@ -355,7 +355,7 @@ def _line(path: str, wanted: Any, value: Any) -> str:
 
 
 def _said(path: str) -> str:
-    """A path as it is named in a line: one for a setting of all blocks."""
+    """Return a path as it is named in a line: one for a setting of all blocks."""
     *before, name = path.split(".")
     path = ".".join([*before, _FIELDS.get(name, name)])
     return re.sub(r"^blocks\.\d+", "block", path) or "the model"

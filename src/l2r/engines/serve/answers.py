@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from l2r.analysis.diagnostics import token_pieces
-from l2r.engines.serve.sequence import Step
-from l2r.engines.serve.streamed_text import UNFINISHED
+from l2r.engines.serve.sequence import UNFINISHED, StreamedToken
 
 DONE = "data: [DONE]\n\n"
 
 
 def event(body: Any) -> str:
-    """One server-sent event."""
+    """Write a server-sent event."""
     return f"data: {json.dumps(body)}\n\n"
 
 
@@ -45,8 +44,8 @@ class Answer(ABC):
         }
         self._tokenizer, self._logprobs, self._prompts = tokenizer, logprobs, prompts
 
-    def whole(self, steps: Sequence[Sequence[Step]], prompt_tokens: int) -> dict[str, Any]:
-        """The answer from every step of every choice."""
+    def whole(self, steps: Sequence[Sequence[StreamedToken]], prompt_tokens: int) -> dict[str, Any]:
+        """Return the answer from every step of every choice."""
         choices = [
             {
                 "index": index,
@@ -60,8 +59,10 @@ class Answer(ABC):
         body = {**self._head, "object": self.object, "choices": choices, "usage": used}
         return body | self._prompt_tokens()
 
-    def chunk(self, index: int, step: Step, written: int, *, begins: bool) -> dict[str, Any]:
-        """One step of choice ``index``, of which ``written`` characters were sent.
+    def chunk(
+        self, index: int, step: StreamedToken, written: int, *, begins: bool
+    ) -> dict[str, Any]:
+        """Write a token of choice ``index``, of which ``written`` characters were sent.
 
         ``begins``: it is the choice's first.
         """
@@ -74,15 +75,17 @@ class Answer(ABC):
         return {**self._head, "object": self.chunk_object, "choices": [choice]}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """A chunk before the first step, where the form has one."""
+        """Return a chunk before the first step, where the form has one."""
         return None
 
     def last(self, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
-        """The chunk of ``stream_options.include_usage``."""
+        """Return the chunk of ``stream_options.include_usage``."""
         used = usage(prompt_tokens, new_tokens)
         return {**self._head, "object": self.chunk_object, "choices": [], "usage": used}
 
-    def _tokens(self, index: int, steps: Sequence[Step], *, begins: bool) -> dict[str, Any]:
+    def _tokens(
+        self, index: int, steps: Sequence[StreamedToken], *, begins: bool
+    ) -> dict[str, Any]:
         """Fields of a choice that vLLM adds where they are asked for."""
         fields: dict[str, Any] = {}
         if self._prompts is not None:
@@ -100,12 +103,12 @@ class Answer(ABC):
         return {"prompt_token_ids": self._prompts[0]}
 
     @abstractmethod
-    def _whole(self, steps: Sequence[Step]) -> dict[str, Any]: ...
+    def _whole(self, steps: Sequence[StreamedToken]) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _part(self, step: Step, written: int) -> dict[str, Any]: ...
+    def _part(self, step: StreamedToken, written: int) -> dict[str, Any]: ...
 
-    def _with_text(self, step: Step) -> list[tuple[str, float | None]]:
+    def _with_text(self, step: StreamedToken) -> list[tuple[str, float | None]]:
         """Texts and log-probabilities: those of the likeliest tokens, the chosen one's last."""
         choice = step.choice
         tokens = [token for token, _ in choice.likeliest] + [choice.token]
@@ -122,13 +125,13 @@ class CompletionAnswer(Answer):
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def _whole(self, steps: Sequence[Step]) -> dict[str, Any]:
+    def _whole(self, steps: Sequence[StreamedToken]) -> dict[str, Any]:
         return {"text": "".join(step.text for step in steps), "logprobs": self._listed(steps, 0)}
 
-    def _part(self, step: Step, written: int) -> dict[str, Any]:
+    def _part(self, step: StreamedToken, written: int) -> dict[str, Any]:
         return {"text": step.text, "logprobs": self._listed([step], written)}
 
-    def _listed(self, steps: Sequence[Step], written: int) -> dict[str, Any] | None:
+    def _listed(self, steps: Sequence[StreamedToken], written: int) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         listed: dict[str, list[Any]] = {
@@ -161,18 +164,18 @@ class ChatAnswer(Answer):
         body = {**self._head, "object": self.chunk_object, "choices": choices}
         return body | (self._prompt_tokens() if index == 0 else {})
 
-    def _whole(self, steps: Sequence[Step]) -> dict[str, Any]:
+    def _whole(self, steps: Sequence[StreamedToken]) -> dict[str, Any]:
         text = "".join(step.text for step in steps)
         message = {"role": "assistant", "content": text}
         return {"message": message, "logprobs": self._listed(steps)}
 
-    def _part(self, step: Step, written: int) -> dict[str, Any]:
+    def _part(self, step: StreamedToken, written: int) -> dict[str, Any]:
         return {"delta": {"content": step.text}, "logprobs": self._listed([step])}
 
-    def _listed(self, steps: Sequence[Step]) -> dict[str, Any] | None:
+    def _listed(self, steps: Sequence[StreamedToken]) -> dict[str, Any] | None:
         return {"content": [self._one(step) for step in steps]} if self._logprobs else None
 
-    def _one(self, step: Step) -> dict[str, Any]:
+    def _one(self, step: StreamedToken) -> dict[str, Any]:
         def entry(text: str, logprob: float | None) -> dict[str, Any]:
             whole = None if UNFINISHED in text else list(text.encode())
             return {"token": text, "logprob": logprob, "bytes": whole}
@@ -182,7 +185,7 @@ class ChatAnswer(Answer):
 
 
 def usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
-    """The numbers of tokens of one request."""
+    """Return the numbers of tokens of one request."""
     total = prompt_tokens + new_tokens
     return {
         "prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": total

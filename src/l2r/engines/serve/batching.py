@@ -16,10 +16,9 @@ from transformers.generation.continuous_batching.model_runner import (
     infer_max_single_request_tokens,
 )
 
-from l2r.engines.serve.routed import RoutedTokens, noting
-from l2r.engines.serve.sequence import Sequence
+from l2r.engines.serve.sequence import RoutedTokens, Sequence, noting
 from l2r.engines.serve.worker import NOT_RUNNING, STOPPING, Worker, log, only
-from l2r.hf.routes import Choices
+from l2r.hf.routes import RouterChoices
 from l2r.routers.offload import device_of
 
 _POLL_SECONDS = 0.1
@@ -27,16 +26,16 @@ _CPU_TOKENS = 1024  # in a step; transformers' own 8,192 make a mask of most of 
 
 
 class Batching(Worker):
-    """Many sequences at a time. A loop of transformers that died is replaced by a new one.
+    """Worker for many sequences at a time; it replaces a loop of transformers that died.
 
     ``context`` is the number of tokens that the cache has for one sequence: a longer one would end
     transformers' loop, and must not be submitted.
     """
 
     def __init__(
-        self, model: Any, *, num_blocks: int | None = None, stall_seconds: float = 120
+        self, model: Any, *, num_blocks: int | None = None, stall_timeout: float = 120
     ) -> None:
-        super().__init__(stall_seconds)
+        super().__init__(stall_timeout)
         self._model, self._num_blocks = model, num_blocks
         self._sequences: dict[str, Sequence] = {}
         self._closing = threading.Event()
@@ -97,7 +96,7 @@ class Batching(Worker):
         return manager
 
     def _read_whole_prompts(self, cache: Any) -> None:
-        """A prompt whose experts are asked for is forwarded, though another began as it does."""
+        """Forward a prompt whole if its experts are asked for, even if another began as it does."""
         shared = cache.search_prefix_match
 
         def search(name: str, prompt: list[int]) -> int:
@@ -150,11 +149,11 @@ class _Taken:
     def __init__(self, model: Any, sequences: Mapping[str, Sequence]) -> None:
         self._model, self._sequences = model, sequences
         self._stack = ExitStack()
-        self._choices: Choices | None = None
+        self._choices: RouterChoices | None = None
         self._rows: list[tuple[RoutedTokens, int, slice]] = []
 
     def begin(self, requests: list[Any]) -> None:
-        """Before the forward of a step of transformers' loop."""
+        """Start recording before the forward of a step of transformers' loop."""
         self._stack.close()  # of a step that failed
         self._choices, self._rows, row = None, [], 0
         for request in requests:
@@ -168,7 +167,7 @@ class _Taken:
             self._choices = self._stack.enter_context(noting(self._model))
 
     def end(self) -> None:
-        """After it."""
+        """Stop recording after the forward."""
         if self._choices is not None:
             experts = self._choices.experts()
             for routed, first, rows in self._rows:

@@ -1,12 +1,41 @@
-"""The fields of a request: honoured as OpenAI documents them, ignored, or refused by name."""
+"""Fields of a request, honoured as OpenAI documents them, ignored, or refused by name."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from starlette.responses import JSONResponse
 
-from l2r.engines.serve.errors import RequestError
-from l2r.engines.serve.sampling import Sampling
+from l2r.engines.serve.sequence import Sampling
 from l2r.errors import InputError
+
+_TYPES = {
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+
+
+class RequestError(Exception):
+    """A request that is refused: status, the field at fault if it is one, and a code."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        fields = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": fields}
+
+    def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
+        """Return the whole answer to the request."""
+        return JSONResponse(self.body(), self.status, headers)
+
 
 # What client libraries send for the billing and caches of others.
 IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
@@ -74,7 +103,7 @@ class _Request(_Fields):
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Say whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
@@ -89,11 +118,11 @@ class _Request(_Fields):
 
     @property
     def echoes(self) -> bool:
-        """Whether an answer begins with its prompt."""
+        """Say whether an answer begins with its prompt."""
         return False
 
     def sampling(self, max_tokens: int, choice: int) -> Sampling:
-        """Sampling settings of answer number ``choice``; each answer has another seed."""
+        """Return the sampling settings of answer ``choice``; each answer has another seed."""
         return Sampling(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -144,13 +173,13 @@ class TextPart(_Fields):
 
 
 class Message(_Fields):
-    """One turn of a chat."""
+    """Turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
 
     def for_template(self) -> dict[str, str]:
-        """The two fields that chat templates read, with the parts of the text joined."""
+        """Return the two fields that chat templates read, with the parts of the text joined."""
         if isinstance(self.content, str):
             return {"role": self.role, "content": self.content}
         return {"role": self.role, "content": "".join(part.text for part in self.content)}
@@ -180,11 +209,11 @@ class ChatRequest(_Request):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-Request = TypeVar("Request", CompletionRequest, ChatRequest)
+AnyRequest = TypeVar("AnyRequest", CompletionRequest, ChatRequest)
 
 
-def parse(kind: type[Request], body: bytes) -> Request:
-    """The request in ``body``. Raises RequestError (400) naming the first field at fault."""
+def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
+    """Return the request in ``body``. Raises RequestError (400) naming the first field at fault."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

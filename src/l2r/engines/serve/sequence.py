@@ -1,25 +1,239 @@
-"""One answer in the making: logits come in, text and the reason of its end go out."""
+"""Answers while they are made: logits come in, text, experts and the finish reason go out.
+
+Shape letters: T tokens of a forward, V vocabulary, L layers with a router, K experts chosen per
+token.
+"""
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+import torch
+from jaxtyping import Int
 from torch import Tensor
 
-from l2r.engines.serve.routed import RoutedTokens
-from l2r.engines.serve.sampling import Choice, Sampler, Sampling
-from l2r.engines.serve.streamed_text import Text
 from l2r.errors import InputError, is_out_of_memory
+from l2r.hf.routes import Fingerprint, RouterChoices, all_layers, fingerprint_of, vllm_text
+from l2r.routers.temporary import replaced
+
+_GREEDY_BELOW = 1e-5  # a temperature by which float32 logits cannot be divided
+
+_MIN_LOGPROB = -9999.0  # OpenAI's for what is less, of which JSON may have no number
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The fields of a request that its tokens depend on.
+
+    ``alternatives`` is the number of likely tokens reported with each chosen one, None for no
+    log-probabilities at all. ``echo``: the answer begins with its prompt.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    alternatives: int | None = None
+    echo: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A token, its log-probability before temperature and top_p, and the likeliest tokens."""
+
+    token: int
+    logprob: float | None = None
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """Chooses tokens; the same seed and logits give the same tokens in any company."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._random = torch.Generator()
+        if sampling.seed is None:
+            self._random.seed()
+        else:
+            self._random.manual_seed(sampling.seed)
+
+    def __call__(self, logits: Tensor) -> Choice:
+        """Choose from ``logits`` [V]. Raises ValueError where they are not finite."""
+        logits = logits.float().cpu()
+        if not bool(logits.isfinite().all()):
+            raise InputError("the model gave logits that are not finite")
+        return self.score(logits, self._token(logits))
+
+    def score(self, logits: Tensor, token: int) -> Choice:
+        """Score a given token as the request asks; ``logits`` [V] on the CPU."""
+        if self._sampling.alternatives is None:
+            return Choice(token)
+        logprobs = logits.log_softmax(-1).clamp(min=_MIN_LOGPROB)
+        values, tokens = logprobs.topk(min(self._sampling.alternatives, len(logprobs)))
+        likeliest = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+        return Choice(token, float(logprobs[token]), likeliest)
+
+    def _token(self, logits: Tensor) -> int:
+        if self._sampling.temperature < _GREEDY_BELOW:
+            return int(logits.argmax())
+        probabilities = ((logits - logits.max()) / self._sampling.temperature).softmax(-1)
+        if self._sampling.top_p < 1:
+            ordered, order = probabilities.sort(descending=True, stable=True)
+            before = ordered.cumsum(-1) - ordered
+            ordered[1:][before[1:] >= self._sampling.top_p] = 0  # the first stays
+            probabilities = torch.zeros_like(ordered).scatter(-1, order, ordered)
+        return int(torch.multinomial(probabilities, 1, generator=self._random))
+
+
+UNFINISHED = "\ufffd"  # what a decoder writes for the first bytes of a character
+_TAILS = range(6, 25)  # tokens of a prompt that a text is read after
+
+
+class StreamedText:
+    """Text of a growing list of tokens; what was given out is never taken back.
+
+    The end of a text that may become a character or a stop string is held back until the next
+    token decides. The text goes on from ``prompt``: decoders cut the space before the first word
+    of a text, and this one begins in the middle.
+    """
+
+    def __init__(
+        self, tokenizer: Any, stop: tuple[str, ...] = (), *, prompt: list[int] | None = None
+    ) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        # The last ones: decoders need some before the new one.
+        self._tokens: list[int] = self._tail(prompt or [])
+        self._read = len(self._tokens)
+        self._held = ""
+        self.stopped = False
+
+    @property
+    def empty(self) -> bool:
+        """Say whether no token with text, of the prompt neither, is before the next one."""
+        return not self._decode(self._tokens * 2)  # twice: decoders cut a space that is alone
+
+    def push(self, token: int) -> str:
+        """Add a token and return the text that is now certain; ``stopped`` after a stop string."""
+        if not self._decode([token, token]):  # special or unknown: no context for the next one
+            return ""
+        self._tokens.append(token)
+        before, after = self._decode(self._tokens[: self._read]), self._decode(self._tokens)
+        if not after.endswith(UNFINISHED):
+            self._tokens = self._tokens[self._read :]
+            self._read = len(self._tokens)
+            self._held += _added(before, after)
+        return self._certain()
+
+    def finish(self) -> str:
+        """Return the text held back, when no token follows."""
+        before, after = self._decode(self._tokens[: self._read]), self._decode(self._tokens)
+        self._held += _added(before, after)
+        self._tokens, self._read = [], 0
+        text = self._certain() + self._held
+        self._held = ""
+        return text
+
+    def _certain(self) -> str:
+        places = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        if places:
+            text, self._held, self.stopped = self._held[: min(places)], "", True
+            return text
+        length = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        cut = len(self._held) - length
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text
+
+    def _tail(self, prompt: list[int]) -> list[int]:
+        """Return the last tokens of a prompt, from the first of a character on, that have text."""
+        tail: list[int] = []
+        for length in _TAILS:
+            tail = prompt[-length:]
+            text = self._decode(tail)
+            if text and not text.startswith(UNFINISHED):
+                break
+        return tail
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def _added(before: str, after: str) -> str:
+    """End of ``after`` that ``before`` lacks, where a character may be whole that was not."""
+    if not after.startswith(before):
+        before = before.rstrip(UNFINISHED)
+    return after[len(before) :]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` with which ``stop`` begins."""
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)
+
+
+def routes_of(model: Any) -> Fingerprint | str:
+    """Fingerprint with which a model's routes are written, or the reason why they cannot be."""
+    try:
+        fingerprint = fingerprint_of(model)
+    except InputError as error:
+        return str(error)
+    if fingerprint.hidden_layers is None:
+        return "the configuration of this model has no num_hidden_layers"
+    return fingerprint
+
+
+class RoutedTokens:
+    """Experts of a sequence's tokens, by position; the first ``start`` are left out."""
+
+    def __init__(self, fingerprint: Fingerprint, start: int) -> None:
+        self._fingerprint, self._start = fingerprint, start
+        self._parts: list[tuple[int, np.ndarray]] = []
+
+    def put(self, first: int, experts: Int[Tensor, "T L K"]) -> None:
+        """Experts of the tokens from position ``first`` on; what was there is replaced."""
+        self._parts.append((first, experts.cpu().numpy()))
+
+    def text(self, tokens: int) -> str:
+        """``routed_experts`` when the sequence has ``tokens``, of which the last is not forwarded.
+
+        Raises ValueError where another was not forwarded either.
+        """
+        f = self._fingerprint
+        kind = np.uint8 if f.num_experts <= 256 else np.uint16
+        experts = np.zeros((tokens - 1, len(f.layers), f.top_k), kind)
+        mask = np.zeros(tokens - 1, bool)
+        for first, part in self._parts:
+            experts[first : first + len(part)] = part[: tokens - 1 - first]
+            mask[first : first + len(part)] = True
+        if not mask[self._start :].all():
+            missing = self._start + int(np.argmin(mask[self._start :]))
+            raise InputError(f"the experts of token {missing} were not recorded")
+        return vllm_text(all_layers(experts[self._start :], f))
+
+
+@contextmanager
+def noting(model: Any) -> Iterator[RouterChoices]:
+    """Record the routers' choices in the next forward; call ``begin`` before each further one."""
+    choices = RouterChoices(model)
+    with replaced(choices.forwards()):
+        choices.begin()
+        yield choices
+
 
 FAULT = "a fault of the server; its log has more"
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Step:
-    """One token, the text that became certain with it, and why it was the last, if it was."""
+class StreamedToken:
+    """Token, the text that became certain with it, and the finish reason if it is the last."""
 
     choice: Choice
     text: str
@@ -53,7 +267,7 @@ class Sequence:
         *,
         tokenizer: Any,
         ends: frozenset[int],
-        listener: Callable[[Step | Failure], None],
+        listener: Callable[[StreamedToken | Failure], None],
         unread: Callable[[], int] = lambda: 0,
         routed: RoutedTokens | None = None,
     ) -> None:
@@ -62,7 +276,7 @@ class Sequence:
         self.over = False
         self._ends, self._listener, self._tokenizer = ends, listener, tokenizer
         self._choose = Sampler(sampling)
-        self._text = Text(tokenizer, sampling.stop, prompt=prompt)
+        self._text = StreamedText(tokenizer, sampling.stop, prompt=prompt)
         self._steps = 0
 
     def cancel(self) -> None:
@@ -85,7 +299,7 @@ class Sequence:
 
     def echo(self, logits: Tensor | None) -> None:
         """Pass the prompt on; ``logits`` [T, V] give its tokens after the first their scores."""
-        text = Text(self._tokenizer)
+        text = StreamedText(self._tokenizer)
         for place, token in enumerate(self.prompt):
             choice = Choice(token)
             if logits is not None and place > 0:
@@ -94,7 +308,7 @@ class Sequence:
             piece = text.push(token)
             if place == len(self.prompt) - 1:
                 piece += text.finish()
-            self._listener(Step(choice, piece, None, echoed=True, begins_text=begins))
+            self._listener(StreamedToken(choice, piece, None, echoed=True, begins_text=begins))
 
     def step(self, logits: Tensor) -> int:
         """Choose the next token from ``logits`` [V], pass it on and return it."""
@@ -119,6 +333,6 @@ class Sequence:
             return 0
         if not self.over:
             self.over = finish is not None
-            step = Step(choice, text, finish, routed_experts=experts, begins_text=begins)
+            step = StreamedToken(choice, text, finish, routed_experts=experts, begins_text=begins)
             self._listener(step)
         return choice.token

@@ -1,29 +1,39 @@
-"""The routes: completions, chat completions, models, health."""
+"""The app: first look at a request, then completions, chat completions, models or health."""
 
 import asyncio
+import contextlib
+import ipaddress
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from l2r.engines.serve.answers import DONE, Answer, ChatAnswer, CompletionAnswer, event
-from l2r.engines.serve.doors import Doors
-from l2r.engines.serve.errors import RequestError
-from l2r.engines.serve.flow import Flow
-from l2r.engines.serve.limits import ServeLimits
+from l2r.engines.serve.options import ServeLimits
 from l2r.engines.serve.prompts import Prompt, Prompts
-from l2r.engines.serve.requests import ChatRequest, CompletionRequest, parse
-from l2r.engines.serve.sequence import FAULT, Step
+from l2r.engines.serve.requests import ChatRequest, CompletionRequest, RequestError, parse
+from l2r.engines.serve.sequence import (
+    FAULT,
+    Failure,
+    RoutedTokens,
+    Sampling,
+    Sequence,
+    StreamedToken,
+)
 from l2r.engines.serve.worker import Worker
+from l2r.files.wording import same_name
 from l2r.hf.routes import Fingerprint
-from l2r.runs.spelling import same_name
+
+_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -39,8 +49,85 @@ class Served:
     routes: Fingerprint | str = "no model is served"  # or why tokens' experts cannot be returned
 
 
-def build(served: Served, *, host: str, allowed: Collection[str]) -> Doors:
-    """The application for one checkpoint, listening on ``host``."""
+class HostAndLoadMiddleware:
+    """Refuse requests that a web page sends through a visitor's browser, and too many at once.
+
+    A page may give its own name the address of this machine (DNS rebinding), so the Host must be
+    an allowed name; where every address is listened on, any numeric one is allowed, for which
+    starlette's TrustedHostMiddleware has no pattern. An Origin must be the host that is asked.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, host: str, allowed: Collection[str], limits: ServeLimits
+    ) -> None:
+        self._app, self._limits = app, limits
+        self._hosts = {name.lower() for name in (*_LOCAL, host, *allowed)}
+        self._any_number = host in ("0.0.0.0", "::", "")
+        self._in_flight = 0
+
+    @property
+    def full(self) -> bool:
+        """Say whether the next request would be refused for its number."""
+        return self._in_flight >= self._limits.max_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check(Headers(scope=scope))
+            if scope["method"] == "POST" and self.full:
+                count = self._limits.max_requests
+                message = f"{count} requests are in flight, the most at a time; try again"
+                raise RequestError(429, message, code="too_many_requests")
+        except RequestError as error:
+            headers = {"Retry-After": "1"} if error.status == 429 else None
+            await error.response(headers)(scope, receive, send)
+            return
+        counted = scope["method"] == "POST"
+        self._in_flight += counted
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._in_flight -= counted
+
+    def _check(self, headers: Headers) -> None:
+        hosts = headers.getlist("host")
+        host = hosts[0] if len(hosts) == 1 else ""
+        if not self._is_meant(_name(f"//{host}")):
+            raise RequestError(
+                403, f"Host must be one of {sorted(self._hosts)}; got {host[:100]!r}"
+            )
+        for origin in headers.getlist("origin"):
+            if origin.lower() not in (f"http://{host}", f"https://{host}"):
+                raise RequestError(403, f"Origin must be that of this server; got {origin[:100]!r}")
+
+    def _is_meant(self, name: str | None) -> bool:
+        if name is None:
+            return False
+        return name in self._hosts or (self._any_number and _is_number(name))
+
+
+def _name(url: str) -> str | None:
+    """Return the host of a URL in small letters, None where it is none."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # which raises for one that is no number
+    except ValueError:
+        return None
+    return None if "@" in parts.netloc else parts.hostname
+
+
+def _is_number(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def build(served: Served, *, host: str, allowed: Collection[str]) -> HostAndLoadMiddleware:
+    """Return the application for one checkpoint, listening on ``host``."""
     # One thread: prompts of many requests at once would multiply the memory that they take.
     tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
     rendering = ThreadPoolExecutor(1, thread_name_prefix="chats")  # a slow one delays chats alone
@@ -64,7 +151,7 @@ def build(served: Served, *, host: str, allowed: Collection[str]) -> Doors:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def health(request: Request) -> Response:
-        trouble = "too many requests are in flight" if doors.full else None
+        trouble = "too many requests are in flight" if middleware.full else None
         trouble = trouble or served.worker.trouble() or served.prompts.chats.trouble
         if trouble:
             return RequestError(503, trouble).response()
@@ -80,12 +167,77 @@ def build(served: Served, *, host: str, allowed: Collection[str]) -> Doors:
         exception_handlers={RequestError: _refused, HTTPException: _no_route, Exception: _fault},
     )
     app.router.redirect_slashes = False
-    doors = Doors(app, host=host, allowed=allowed, limits=served.limits)  # read by health above
-    return doors
+    # health above reads it
+    middleware = HostAndLoadMiddleware(app, host=host, allowed=allowed, limits=served.limits)
+    return middleware
+
+
+class Flow:
+    """Every choice of a request: ``n`` for each prompt, in this order.
+
+    ``routes`` is the fingerprint of the model's, for a request that asks for them.
+    """
+
+    def __init__(
+        self,
+        request: CompletionRequest | ChatRequest,
+        prompts: list[Prompt],
+        *,
+        tokenizer: Any,
+        ends: frozenset[int],
+        worker: Worker,
+        routes: Fingerprint | None = None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[tuple[int, StreamedToken | Failure]] = asyncio.Queue()
+        self._worker, self._tokenizer, self._ends = worker, tokenizer, ends
+        self._routes = routes if request.return_routed_experts else None
+        self._start = request.routed_experts_prompt_start
+        self.prompt_tokens = sum(len(prompt) for prompt, _ in prompts)
+        self.sequences = [
+            self._sequence(index, prompt, request.sampling(room, index % request.n))
+            for index, (prompt, room) in enumerate(p for p in prompts for _ in range(request.n))
+        ]
+
+    async def steps(self) -> AsyncIterator[tuple[int, StreamedToken]]:
+        """Compute; every step with its choice's index. Raises RequestError on a failure."""
+        for sequence in self.sequences:
+            self._worker.submit(sequence)
+        running = len(self.sequences)
+        while running:
+            index, step = await self._queue.get()
+            if isinstance(step, Failure):
+                raise RequestError(step.status, step.message)
+            running -= step.finish is not None
+            yield index, step
+
+    def cancel(self) -> None:
+        """Stop what still runs: nobody waits for it."""
+        for sequence in self.sequences:
+            if not sequence.over:
+                self._worker.cancel(sequence)
+
+    def _sequence(self, index: int, prompt: list[int], sampling: Sampling) -> Sequence:
+        def listener(step: StreamedToken | Failure) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, step))
+
+        routed = None
+        if self._routes is not None:
+            routed = RoutedTokens(self._routes, self._start)
+        return Sequence(
+            prompt,
+            sampling,
+            tokenizer=self._tokenizer,
+            ends=self._ends,
+            listener=listener,
+            unread=self._queue.qsize,
+            routed=routed,
+        )
 
 
 async def _asked(served: Served, request: Request, kind: type[Any]) -> Any:
-    """The body of a request. Raises RequestError for what this server cannot do."""
+    """Return the body of a request. Raises RequestError for what this server cannot do."""
     asked = parse(kind, await _body(request, served.limits))
     if asked.model is not None and not same_name(asked.model, served.name):
         message = f"model must be {served.name!r}; got {asked.model[:100]!r}"
@@ -129,31 +281,31 @@ async def _body(request: Request, limits: ServeLimits) -> bytes:
         raise RequestError(415, f"Content-Type must be application/json; got {kind[:100]!r}")
     body = bytearray()
     try:
-        async with asyncio.timeout(limits.body_seconds):
+        async with asyncio.timeout(limits.body_timeout):
             async for part in request.stream():
                 body += part
                 if len(body) > limits.body:
                     message = f"the body must have at most {limits.body} bytes"
                     raise RequestError(413, message, code="request_too_large")
     except TimeoutError:
-        message = f"the body must arrive within {limits.body_seconds:g} seconds"
+        message = f"the body must arrive within {limits.body_timeout:g} seconds"
         raise RequestError(408, message) from None
     except ClientDisconnect:
         raise RequestError(499, "the client left") from None
     return bytes(body)
 
 
-async def _collected(flow: Flow) -> list[list[Step]]:
-    steps: list[list[Step]] = [[] for _ in flow.sequences]
+async def _collected(flow: Flow) -> list[list[StreamedToken]]:
+    steps: list[list[StreamedToken]] = [[] for _ in flow.sequences]
     async for index, step in flow.steps():
         steps[index].append(step)
     return steps
 
 
 async def _unless_left(
-    request: Request, work: Coroutine[Any, Any, list[list[Step]]]
-) -> list[list[Step]]:
-    """The result of ``work``, which is cancelled when the client leaves (RequestError)."""
+    request: Request, work: Coroutine[Any, Any, list[list[StreamedToken]]]
+) -> list[list[StreamedToken]]:
+    """Return the result of ``work``, which is cancelled when the client leaves (RequestError)."""
 
     async def leaves() -> None:
         while (await request.receive())["type"] != "http.disconnect":

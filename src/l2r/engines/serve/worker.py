@@ -1,4 +1,4 @@
-"""What computes answers: one after the other, in a thread, with transformers' ``generate``."""
+"""Worker that computes answers one after the other, in a thread, by transformers' ``generate``."""
 
 import logging
 import queue
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
-from l2r.engines.serve.routed import noting
-from l2r.engines.serve.sequence import Sequence
-from l2r.hf.routes import Choices
+from l2r.engines.serve.sequence import Sequence, noting
+from l2r.hf.routes import RouterChoices
 from l2r.routers.offload import device_of
 
 log = logging.getLogger(__name__)
@@ -27,8 +26,8 @@ class Worker(ABC):
     context = 2**31
     echoes = False  # whether it gives prompts back
 
-    def __init__(self, stall_seconds: float) -> None:
-        self._stall_seconds = stall_seconds
+    def __init__(self, stall_timeout: float) -> None:
+        self._stall_seconds = stall_timeout
         self._progress = time.monotonic()
 
     @abstractmethod
@@ -50,7 +49,7 @@ class Worker(ABC):
     def _busy(self) -> bool: ...
 
     def trouble(self) -> str | None:
-        """The reason why a sequence submitted now would not be answered, None if it would."""
+        """Return why a sequence submitted now would not be answered, None if it would."""
         if not self._alive():
             return NOT_RUNNING
         silent = time.monotonic() - self._progress
@@ -63,15 +62,15 @@ class Worker(ABC):
 
 
 class OneByOne(Worker):
-    """One sequence at a time; others wait for their turn.
+    """Worker for one sequence at a time; others wait for their turn.
 
     While they do, one of which more than ``unread`` steps were not taken ends.
     """
 
     echoes = True
 
-    def __init__(self, model: Any, *, stall_seconds: float = 120, unread: int = 64) -> None:
-        super().__init__(stall_seconds)
+    def __init__(self, model: Any, *, stall_timeout: float = 120, unread: int = 64) -> None:
+        super().__init__(stall_timeout)
         self._model, self._unread = model, unread
         self._waiting: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
         self._current: Sequence | None = None
@@ -117,7 +116,7 @@ class OneByOne(Worker):
             self._current = None
 
     def _look(self, sequence: Sequence) -> None:
-        """At each token: note that there is one, and whether its client keeps others waiting."""
+        """Note that a token came, and end an answer whose client keeps others waiting."""
         self._moved()
         if sequence.unread() > self._unread and not self._waiting.empty():
             sequence.fail(f"{sequence.unread()} tokens were not taken while others waited")
@@ -147,7 +146,7 @@ class OneByOne(Worker):
 class _Steps(LogitsProcessor):
     """Leaves the token that the sequence has chosen as the only possible one."""
 
-    def __init__(self, sequence: Sequence, moved: Any, choices: Choices | None) -> None:
+    def __init__(self, sequence: Sequence, moved: Any, choices: RouterChoices | None) -> None:
         self._sequence, self._moved, self._choices = sequence, moved, choices
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -92,6 +92,6 @@ def l2r_gate(config: Linear.Config, **router: Any) -> L2RGate.Config:
 
 
 def plug_of(config: L2RGate.Config, *, seed: int | None = None) -> Plug:
-    """The router of a configuration. Experts are chosen elsewhere, so all may be."""
+    """Return the router of a configuration. Experts are chosen elsewhere, so all may be."""
     n, sizes = config.out_features, {"hidden_size": config.in_features}
     return Plug(config.router, seed=seed, num_experts=n, top_k=n, **sizes)

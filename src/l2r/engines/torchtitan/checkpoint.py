@@ -53,7 +53,7 @@ class L2RQwen3StateDictAdapter(Qwen3StateDictAdapter):
             warnings.warn(f"no Hugging Face folder can be written: {line}", stacklevel=1)
 
     def without_export(self) -> list[str]:
-        """A line for each setting that Qwen3-MoE with swapped routers has not."""
+        """Return a line for each setting that Qwen3-MoE with swapped routers has not."""
         lines = without_export(self.model_config)
         if not lines:
             try:
@@ -75,7 +75,7 @@ class L2RQwen3StateDictAdapter(Qwen3StateDictAdapter):
 
 
 def selected(config: Any) -> tuple[Any, str]:
-    """The router of a model's configuration as a swap has it, and whose selection is in force.
+    """Return a configuration's router as a swap has it, and whose selection is in force.
 
     Raises InputError where no setting of the router selects as the engine does.
     """
@@ -97,7 +97,7 @@ def selected(config: Any) -> tuple[Any, str]:
 
 
 def hugging_face_model(config: Any, **changes: Any) -> Any:
-    """A Qwen3MoeForCausalLM with swapped routers for a model's configuration, not yet filled.
+    """Build a Qwen3MoeForCausalLM with swapped routers for a configuration, without weights.
 
     Its ``config.save_pretrained(folder)`` writes the config.json that ``last_save_in_hf`` of
     torchtitan's trainer leaves out. ``changes`` are further fields of the Hugging Face
@@ -117,7 +117,7 @@ def hugging_face_model(config: Any, **changes: Any) -> Any:
 
 
 def to_hugging_face(model: Any, **changes: Any) -> Any:
-    """The model on Hugging Face, in fp32 on the CPU, proved; None on ranks other than 0.
+    """Return the model on Hugging Face, in fp32 on the CPU, proved; None on ranks other than 0.
 
     ``changes`` are further fields of its configuration (max_position_embeddings, token ids). Every
     rank calls it. Raises InputError for a setting that has no export, and where both models' logits
@@ -185,7 +185,7 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _as(value: Tensor, own: Tensor) -> Tensor:
-    """A value on the device of the model's own tensor, and cut over ranks as it is."""
+    """Return a value on the device of the model's own tensor, and cut over ranks as it is."""
     value = value.to(own.device, own.dtype)
     return (
         distribute_tensor(value, own.device_mesh, own.placements)

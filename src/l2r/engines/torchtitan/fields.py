@@ -1,4 +1,4 @@
-"""What each field of torchtitan's Qwen3-MoE is in Hugging Face's: mapped, no matter, or refused.
+"""Fields of torchtitan's Qwen3-MoE for Hugging Face's: mapped, without effect, or refused.
 
 A class or a field that is not here, of a newer torchtitan too, is refused unless the field has its
 default.
@@ -97,7 +97,7 @@ _OWN = (Qwen3Model,)
 
 
 def without_export(config: Any) -> list[str]:
-    """A line for each setting of a model's configuration that Hugging Face's Qwen3-MoE has not.
+    """Return a line for each setting of a configuration that Hugging Face's Qwen3-MoE lacks.
 
     Empty where ``settings`` gives the Hugging Face model.
     """
@@ -224,7 +224,7 @@ def settings(config: Any) -> dict[str, Any]:
 
 
 def rule(config: Any) -> Selection:
-    """How the engine chooses and weighs experts, the same in every layer."""
+    """Return how the engine chooses and weighs experts, the same in every layer."""
     layer = next(layer for layer in config.layers if layer.moe is not None)
     router = layer.moe.router
     return Selection(

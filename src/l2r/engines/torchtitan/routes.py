@@ -17,8 +17,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from l2r.engines.engine import require
-from l2r.engines.route_calls import WHOLE, Choose, Part, Seat
-from l2r.engines.routes import Recorder, Replay, recording, replaying, routers_by_layer
+from l2r.engines.routes import (
+    WHOLE_ROWS,
+    Choose,
+    EngineRecorder,
+    EngineReplay,
+    RankSlice,
+    RouterHook,
+    recording,
+    replaying,
+    routers_by_layer,
+)
 from l2r.errors import InputError
 from l2r.hf.routes import Fingerprint, Routes, Side
 
@@ -27,29 +36,29 @@ require("torchtitan")
 from torchtitan.models.common.moe import TokenChoiceTopKRouter  # noqa: E402
 
 
-def record(model: nn.Module) -> AbstractContextManager[Recorder]:
+def record(model: nn.Module) -> AbstractContextManager[EngineRecorder]:
     """Record the experts that ``model`` takes inside the block; ``recorder.routes()``.
 
     Every call is a batch of token ids [rows, columns], or hidden states where ``model`` is a layer.
     Works with torchtitan's gates and ours, and where the sequence is cut over ranks, which must all
     ask for the routes. Raises ValueError for a model without routers.
     """
-    return recording(model, *_seats(model))
+    return recording(model, *_router_hooks(model))
 
 
 def replay(
     model: nn.Module, routes: Routes, *, side: Side = "right"
-) -> AbstractContextManager[Replay]:
+) -> AbstractContextManager[EngineReplay]:
     """Let ``model`` take the experts of ``routes`` inside the block, its backward pass included.
 
     Calls read the sequences in their order, one a row, padded on ``side``. Weights come from the
     live scores by torchtitan's rule; tokens without a route choose for themselves. Raises
     ValueError as ``record``, and before the forward for routes that do not fit the model or a call.
     """
-    return replaying(model, *_seats(model), routes, side)
+    return replaying(model, *_router_hooks(model), routes, side)
 
 
-def _seats(model: nn.Module) -> tuple[dict[int, Seat], Fingerprint]:
+def _router_hooks(model: nn.Module) -> tuple[dict[int, RouterHook], Fingerprint]:
     routers = routers_by_layer(model, TokenChoiceTopKRouter, "torchtitan")
     first = next(iter(routers.values()))
     layers = getattr(model, "layers", routers)
@@ -59,11 +68,13 @@ def _seats(model: nn.Module) -> tuple[dict[int, Seat], Fingerprint]:
         layers=tuple(sorted(routers)),
         hidden_layers=len(layers),
     )
-    return {n: Seat(router, "forward", _maker(router)) for n, router in routers.items()}, sizes
+    return {
+        n: RouterHook(router, "forward", _maker(router)) for n, router in routers.items()
+    }, sizes
 
 
 def _maker(router: Any) -> Callable[[Choose], Callable[..., tuple[Tensor, Tensor, Tensor]]]:
-    """The forward of a router: the weights of the experts that are taken, by its own rule."""
+    """Return the forward of a router: weights of the experts that are taken, by its own rule."""
     plain = router.forward
 
     def make(choose: Choose) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
@@ -77,7 +88,7 @@ def _maker(router: Any) -> Callable[[Choose], Callable[..., tuple[Tensor, Tensor
                     local, own.device_mesh, own.placements, run_check=False
                 )
             else:
-                taken = choose(own, WHOLE)
+                taken = choose(own, WHOLE_ROWS)
             weights = scores.gather(dim=-1, index=taken)
             if router.route_norm:
                 weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
@@ -88,8 +99,8 @@ def _maker(router: Any) -> Callable[[Choose], Callable[..., tuple[Tensor, Tensor
     return make
 
 
-def _part(tokens: DTensor) -> Part:
-    """The piece of the sequence that this rank has. Rows are never cut inside a call."""
+def _part(tokens: DTensor) -> RankSlice:
+    """Return the piece of the sequence that this rank has. Rows are never cut inside a call."""
     cut = [n for n, place in enumerate(tokens.placements) if place.is_shard(1)]
     others = [p for p in tokens.placements if not p.is_replicate() and not p.is_shard(1)]
     if len(cut) > 1 or others:
@@ -98,6 +109,6 @@ def _part(tokens: DTensor) -> Part:
             f"got {tokens.placements}"
         )
     if not cut:
-        return WHOLE
+        return WHOLE_ROWS
     mesh, dim = tokens.device_mesh, cut[0]
-    return Part(mesh.get_local_rank(dim), mesh.size(dim), mesh.get_group(dim))
+    return RankSlice(mesh.get_local_rank(dim), mesh.size(dim), mesh.get_group(dim))

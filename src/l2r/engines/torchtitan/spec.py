@@ -1,4 +1,4 @@
-"""What torchtitan's command line needs of a model besides the gates: adapter, seeds, float32 gates.
+"""Model parts that torchtitan's command line needs: adapter, seeds, float32 gates.
 
     spec = with_routers(model_registry("30B-A3B"))
 
@@ -28,7 +28,7 @@ from torchtitan.models.qwen3 import parallelize  # noqa: E402
 
 
 def with_routers(spec: Any) -> Any:
-    """A ModelSpec of torchtitan whose checkpoints hold our gates and whose gates stay in float32.
+    """Make a ModelSpec of torchtitan that saves our gates and keeps them in float32.
 
     Not under ``compile.enable``, which warns. Gates draw by the engine's seed and their layer,
     whatever the device. The gates themselves are replaced by ``--override.imports`` or
@@ -58,7 +58,7 @@ def with_routers(spec: Any) -> Any:
 
 
 def configurations(registry: ModuleType, name: str) -> Callable[[], Any]:
-    """The function of torchtitan's configuration registry with this name, with our parts.
+    """Return the function of torchtitan's configuration registry with this name, with our parts.
 
     Raises AttributeError where there is none.
     """
@@ -97,7 +97,7 @@ def shard_gates(
 
 @contextmanager
 def _gates_first() -> Iterator[None]:
-    """Inside the block the function by which torchtitan applies FSDP finds the gates sharded."""
+    """Let torchtitan's function that applies FSDP find the gates sharded inside the block."""
     plain: Callable[..., None] = parallelize.apply_fsdp_to_decoder
 
     def applied(model: Any, dp_mesh: Any, **options: Any) -> None:
@@ -114,7 +114,7 @@ def _gates_first() -> Iterator[None]:
 
 @cache
 def _numbering(owner: Any) -> Any:
-    """A torchtitan model that warns of what has no export; its gates know their layer."""
+    """Return a torchtitan model that warns of what has no export; its gates know their layer."""
 
     class Model(owner):
         @dataclass(kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from l2r.errors import InputError
 
 
 def router_statistics_callback(*, every: int = 50) -> Any:
-    """A Lightning callback that logs what the routers do in every ``every``-th training batch.
+    """Make a Lightning callback that logs what routers do in every ``every``-th training batch.
 
     The numbers go to all of the Trainer's loggers as ``router/NAME`` and ``router/NAME/layer-L``,
     at the Trainer's ``global_step``; a TensorBoard logger also gets the loads as a picture, layers

@@ -20,8 +20,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from l2r.analysis.routes import ARITHMETICS, in_other_arithmetic
+from l2r.analysis.routes import in_other_arithmetic
 from l2r.errors import InputError
+from l2r.files.mismatch import ARITHMETICS
 from l2r.hf.routes import Routes, fingerprint_of, from_vllm, record, replay, unwrapped_model
 from l2r.routers.temporary import replaced
 
@@ -91,7 +92,7 @@ class RouteReplay:
         trainer._generate_and_score_completions = self._sampled
 
     def _sampled(self, inputs: Any) -> dict[str, Any]:
-        """A batch of the trainer, with each row's number and the sampler's log-probabilities."""
+        """Return the trainer's batch with each row's number and the sampler's log-probabilities."""
         self.routes = None
         if getattr(self._trainer, "use_vllm", False):
             engine = self._trainer.vllm_generation.llm

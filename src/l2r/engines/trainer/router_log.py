@@ -1,16 +1,19 @@
 """Statistics of routers in the logs of transformers' own Trainer and those built on it."""
 
 import math
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from l2r.analysis.diagnostics import RouterStatistics, RouterWatch
 from l2r.engines.trainer.heatmap import draw
 from l2r.errors import InputError
+from l2r.routers.model_calls import ModelCall
 
 _OF_A_STREAM = (
     10  # steps between watched ones where an epoch's end is not known; its line has the last
@@ -22,8 +25,9 @@ def add_router_statistics(trainer: Trainer, *, every: int | None = None) -> "Rou
 
     Load entropy, max over mean load, dead experts, margin, z-loss and balance loss, per layer and
     as means over layers, go with the loss to every tracker as ``router/NAME/layer-L`` and
-    ``router/NAME``; TensorBoard also gets the loads as a picture, layers by experts. Only steps
-    that are logged cost anything. A model that ``torch_compile`` compiled is not seen.
+    ``router/NAME``; TensorBoard also gets the loads as a picture, layers by experts. The numbers
+    are those of the tokens that the step trains on: with a label and no padding, completions in
+    TRL's DPO and GRPO, without what a trainer generates. Only steps that are logged cost anything.
 
     Raises ValueError for a model without a supported router, and for ``every`` below 1.
     """
@@ -67,13 +71,29 @@ class RouterLog(TrainerCallback):
     def __post_init__(self) -> None:
         self._watch = RouterWatch(self.trainer.model)
         self._statistics: RouterStatistics | None = None
+        self._completions: Completions | None = None
+        trainer: Any = self.trainer
+        self._computes: Callable[..., Any] = trainer.compute_loss
+        trainer.compute_loss = self._compute_loss
+
+    def _compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the trainer's loss; its inputs say which tokens TRL trains on."""
+        self._completions = Completions.of(inputs)
+        try:
+            return self._computes(model, inputs, *args, **kwargs)
+        finally:
+            self._completions = None
+
+    def _trained(self, call: ModelCall, tokens: int) -> Tensor | None:
+        return None if self._completions is None else self._completions.of_call(call, tokens)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Watch a step that will be logged."""
         first = args.logging_first_step and state.global_step == 0
         every = self.every or _steps_between_logs(args, state, kwargs.get("train_dataloader"))
         if first or (every and (state.global_step + 1) % every == 0):
-            self._watch.start()
+            wrapped = getattr(self.trainer, "model_wrapped", None)
+            self._watch.start(wrapped, self._trained)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Reduce what was seen, over all micro-batches and ranks."""
@@ -98,8 +118,40 @@ class RouterLog(TrainerCallback):
         self._watch.stop()
 
 
+class Completions:
+    """Tokens of TRL's batches that are trained on: completions, and no prompts.
+
+    The rows of ``mask`` are read by the calls with gradients in their order, some by each.
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        self._mask, self._row = mask.bool(), 0
+        self._call: ModelCall | None = None
+        self._part = self._mask[:0]
+
+    @classmethod
+    def of(cls, inputs: Any) -> "Completions | None":
+        """Those of a batch; None where it is none of TRL's."""
+        mask = inputs.get("completion_mask") if isinstance(inputs, Mapping) else None
+        if not isinstance(mask, Tensor):
+            return None
+        if isinstance(tools := inputs.get("tool_mask"), Tensor):
+            mask = mask * tools
+        if isinstance(prompt := inputs.get("prompt_mask"), Tensor):
+            mask = torch.cat([torch.zeros_like(prompt), mask], dim=1)
+        return cls(mask)
+
+    def of_call(self, call: ModelCall, tokens: int) -> Tensor | None:
+        """Those of a call with so many tokens [T]; None where the rows are others."""
+        if call is not self._call:
+            self._call, first = call, self._row
+            self._row += call.rows
+            self._part = self._mask[first : self._row]
+        return self._part.reshape(-1) if self._part.numel() == tokens else None
+
+
 def _steps_between_logs(args: Any, state: Any, batches: Any) -> int:
-    """Steps from one log line to the next; 0 where none is written."""
+    """Return the steps from one log line to the next; 0 if none is written."""
     if args.logging_strategy == "steps":
         return int(state.logging_steps)
     if args.logging_strategy == "no":

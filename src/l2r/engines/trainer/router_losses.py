@@ -1,67 +1,72 @@
 """Router losses in transformers' own Trainer and those built on it, as TRL's.
 
-Trainer hands its loss function the model's outputs alone, so the router outputs are captured by
-hooks that open with each forward of the whole model and close with it.
+A trainer computes its loss as it does without us, and we see the model's calls meanwhile. What
+the router losses add stands in the backward pass alone, so that no trainer scales it: the loss that
+a trainer logs is its own.
 """
 
+import inspect
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
+from l2r.engines.trainer.own_loss import OwnLossWeights
 from l2r.engines.trainer.router_log import after_training, call_first
-from l2r.engines.trainer.task_loss import check_gradient, micro_batch_share, task_loss
 from l2r.errors import InputError
-from l2r.functional import load_balancing_loss, router_margin_loss, router_z_loss
-from l2r.routers import Captured, Router, capture, constrain
-from l2r.routers.temporary import removing
-from l2r.runs.loss_names import BalanceVariant, ZVariant
+from l2r.files.shared_settings import BalanceScope, BalanceVariant, ZVariant
+from l2r.routers import Captured, Router, StepLoads, capture, constrain, router_losses, step_loads
+from l2r.routers.capture import sites_of
+from l2r.routers.losses import check_settings
+from l2r.routers.temporary import replaced
+
+_INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
 
 
 def add_router_losses(
     trainer: Trainer,
     *,
     balance: float = 0.01,
-    z: float = 0.001,
+    z: float = 0.0,
     balance_variant: BalanceVariant = "paper",
+    balance_scope: BalanceScope = "microbatch",
     z_variant: ZVariant = "paper",
     margin: float = 0.0,
     margin_gap: float = 0.1,
+    keep_own_loss: bool = False,
 ) -> "RouterLosses":
     """Make ``trainer`` minimize its task loss + balance * L_bal + z * L_z (Eq. 14).
 
-    ``margin`` > 0 adds that weight times ``router_margin_loss`` with ``gap=margin_gap``, logged as
-    ``margin_loss``.
+    ``trainer`` is transformers' Trainer or one built on it (TRL's SFT, DPO, GRPO), its model has
+    routers of ours, swapped ones, or those of a supported family. The losses and their settings are
+    those of ``l2r.routers.router_losses``; ``margin`` > 0 adds the margin loss, logged as
+    ``margin_loss``. z is 0 unless asked for: the setting that the evidence prefers has no z-loss,
+    the paper's weight is 0.001.
 
     The router losses of a step are the mean over its micro-batches and over the ranks, whatever
-    the accumulation; tokens outside a 2-D ``attention_mask`` do not count. Both are logged
-    unweighted, as ``balance_loss`` and ``z_loss``, in every log line of training and to every
-    tracker. A ``compute_loss_func`` that the trainer has already stays the task loss; otherwise
-    it is the model's own next-token loss, or the cross-entropy of classes. Evaluation reports
-    the task loss alone.
+    the accumulation. ``balance_scope="step"`` counts loads over all of them in a forward pass of
+    its own before the step, where it has several micro-batches. Losses are logged unweighted, as
+    ``balance_loss`` and ``z_loss``, in every log line of training; ``loss`` and evaluation are
+    the task loss alone. The balance loss that the model or TRL adds by itself is off meanwhile;
+    ``keep_own_loss`` leaves it.
 
-    Raises ValueError for a model without our routers, negative weights, or label smoothing.
+    Raises ValueError for a model without a supported router and for settings that mean nothing.
     While training, ValueError when the weights would have no effect: no router output was
-    recorded, it carries no gradient, or the trainer never calls its loss function.
+    recorded, it carries no gradient, or the trainer never comes to ``accelerator.backward``.
     """
-    for name, weight in (("balance", balance), ("z", z), ("margin", margin)):
-        if not 0 <= weight < float("inf"):
-            raise InputError(f"{name} must be >= 0 and finite; got {name}={weight}")
-    if not any(isinstance(module, Router) for module in trainer.model.modules()):
-        raise InputError(
-            f"{type(trainer.model).__name__} contains no l2r Router; swap its routers first "
-            "(l2r.swap_routers)"
-        )
-    if trainer.label_smoother is not None and trainer.compute_loss_func is None:
-        raise InputError(
-            "label_smoothing_factor is not applied by Trainer with a loss function; set it to 0"
-        )
-    losses = RouterLosses(trainer, balance, z, balance_variant, z_variant, margin, margin_gap)
-    trainer.compute_loss_func = losses
+    check_settings(
+        balance=balance, z=z, margin=margin, variant=balance_variant, scope=balance_scope
+    )
+    sites_of(trainer.model)
+    settings = {
+        "balance": balance, "z": z, "margin": margin, "margin_gap": margin_gap,
+        "balance_variant": balance_variant, "balance_scope": balance_scope, "z_variant": z_variant,
+    }  # fmt: skip
+    losses = RouterLosses(trainer, settings, keep_own_loss)
     call_first(trainer, losses)
     after_training(trainer, losses.stop)
     return losses
@@ -69,82 +74,31 @@ def add_router_losses(
 
 @dataclass(eq=False, repr=False)
 class RouterLosses(TrainerCallback):
-    """Loss function and callback of one Trainer; made by ``add_router_losses``."""
+    """Losses of one Trainer, around its methods; made by ``add_router_losses``."""
 
     trainer: Trainer
-    balance: float
-    z: float
-    balance_variant: BalanceVariant
-    z_variant: ZVariant
-    margin: float
-    margin_gap: float
+    settings: dict[str, Any]
+    keep_own_loss: bool
 
     def __post_init__(self) -> None:
-        self.model: nn.Module = self.trainer.model
-        self.task_loss = self.trainer.compute_loss_func or partial(task_loss, self.model)
-        self._open = ExitStack()
+        trainer: Any = self.trainer
+        self.model: nn.Module = trainer.model
+        self._own = OwnLossWeights(trainer, self.model)
+        self._sums = torch.zeros(4)  # L_bal, L_z, L_margin, micro-batches
         self._captured: Captured | None = None
-        self._mask: Tensor | None = None
-        self._sums = torch.zeros(4)  # L_bal, L_z, L_margin and how many micro-batches
-        self._called = False
-        self._hooks = ExitStack()
-        self._watches = False
-        self._watch()
+        self._training = False
+        self._batches: list[Any] = []  # micro-batches of the step, where its loads are counted
+        self._loads: StepLoads | None = None
+        self._computes: Callable[..., Any] = trainer.compute_loss
+        self._steps: Callable[..., Any] = trainer.training_step
+        self._collects: Callable[..., Any] = trainer.get_batch_samples
+        trainer.compute_loss = self._compute_loss
+        trainer.training_step = self._training_step
+        trainer.get_batch_samples = self._batch_samples
 
-    def __call__(
-        self, outputs: Any, labels: Tensor | None, num_items_in_batch: Any = None
-    ) -> Tensor:
-        """Trainer's ``compute_loss_func``: task loss, plus router losses while training."""
-        task: Tensor = self.task_loss(outputs, labels, num_items_in_batch=num_items_in_batch)
-        captured, self._captured = self._captured, None
-        if not self.model.training:
-            return task
-        self._called = True
-        if captured is None or not captured.outputs:
-            raise InputError(
-                f"the router losses have weights balance={self.balance}, z={self.z}, but no "
-                "router output was recorded; DataParallel replicas are not supported"
-            )
-        logits, indices = captured.logits(), captured.indices()
-        check_gradient(self.model, logits)
-        mask = self._mask
-        bal = load_balancing_loss(logits, indices, variant=self.balance_variant, mask=mask)
-        z = router_z_loss(
-            logits,
-            variant=self.z_variant,
-            mask=mask,
-            top_k=indices[0].shape[1],
-            heads=captured.heads(),
-        )
-        extra, margin = self.balance * bal + self.z * z, torch.zeros_like(z)
-        if self.margin:
-            top_k = indices[0].shape[1]
-            scores = captured.rankings()
-            margin = router_margin_loss(scores, top_k=top_k, gap=self.margin_gap, mask=mask)
-            extra = extra + self.margin * margin
-        sums = [bal, z, margin, torch.ones_like(z)]
-        self._sums += torch.stack([loss.detach() for loss in sums]).float().cpu()
-        extra = extra * micro_batch_share(self.trainer, num_items_in_batch)
-        return task + extra.to(task.device)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Watch the forward passes again, in a second training of one Trainer."""
-        self._watch()
-
-    def stop(self) -> None:
-        """Leave the model without hooks: it can be trained by others."""
-        self._close()
-        self._hooks.close()
-        self._watches = False
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse where a subclass of Trainer computes its loss in another way."""
-        if not self._called and (self.balance or self.z or self.margin):
-            raise InputError(
-                f"{type(self.trainer).__name__} took a step without calling compute_loss_func; "
-                "the router losses would be off"
-            )
-        self._called = False
+    @property
+    def _has_weights(self) -> bool:
+        return any(self.settings[name] for name in ("balance", "z", "margin"))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring constrained router parameters back, as our own loop does after a step."""
@@ -158,28 +112,107 @@ class RouterLosses(TrainerCallback):
             return
         sums = self.trainer.accelerator.reduce(self._sums.to(args.device), reduction="sum")
         bal, z, margin, count = sums.tolist()
-        self._sums.zero_()
+        self._sums = torch.zeros_like(self._sums)
         if count:
             losses = {"balance_loss": bal / count, "z_loss": z / count}
-            if self.margin:
+            if self.settings["margin"]:
                 losses["margin_loss"] = margin / count
             logs.update(losses)
             state.log_history[-1].update(losses)
 
-    def _watch(self) -> None:
-        if not self._watches:
-            hooks = (
-                self.model.register_forward_pre_hook(self._start, with_kwargs=True),
-                self.model.register_forward_hook(self._close, always_call=True),
+    def stop(self) -> None:
+        """Forget the step that an exception ended."""
+        self._captured, self._training, self._batches, self._loads = None, False, [], None
+
+    def _compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Compute the trainer's loss, the model's balance loss off and its routers captured."""
+        with ExitStack() as open_blocks:
+            if not self.keep_own_loss:
+                open_blocks.enter_context(self._own.off())
+            if self._training and torch.is_grad_enabled():
+                self._captured = open_blocks.enter_context(capture(model))
+            return self._computes(model, *args, **kwargs)
+
+    def _training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the trainer's step, whose backward pass gets the router losses too."""
+        trainer: Any = self.trainer
+        accelerator, reached = trainer.accelerator, []
+        if self._batches:
+            self._loads, self._batches = self._count_loads(model), []
+
+        def backward(loss: Tensor, *rest: Any, **options: Any) -> None:
+            reached.append(True)
+            extra = self._extra() / trainer.current_gradient_accumulation_steps
+            plain(loss + extra.to(loss.device, loss.dtype), *rest, **options)
+
+        plain = accelerator.backward
+        self._training = True
+        try:
+            with replaced({(accelerator, "backward"): backward}):
+                result = self._steps(model, *args, **kwargs)
+        finally:
+            self._training, self._captured = False, None
+        if not reached and self._has_weights:
+            raise InputError(
+                f"{type(trainer).__name__} took a step without calling accelerator.backward; the "
+                "router losses would be off"
             )
-            self._hooks.enter_context(removing(dict.fromkeys(hooks, self.model)))
-            self._watches = True
+        return result
 
-    def _close(self, *_: Any) -> None:
-        self._open.close()
+    def _extra(self) -> Tensor:
+        """Weighted router losses of a micro-batch; notes the unweighted ones."""
+        captured, self._captured = self._captured, None
+        if captured is None or not captured.outputs:
+            weights = ", ".join(f"{name}={self.settings[name]}" for name in ("balance", "z"))
+            raise InputError(
+                f"the router losses have weights {weights}, but no router output was recorded; "
+                "DataParallel replicas are not supported"
+            )
+        found = router_losses(captured, **self.settings, loads=self._loads)
+        values = torch.stack([*found[1:], torch.ones_like(found.z)])
+        self._sums = self._sums.to(values.device) + values
+        return found.total
 
-    def _start(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._open.close()  # of a forward whose hook was not called
-        mask = kwargs.get("attention_mask")
-        self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        self._captured = self._open.enter_context(capture(module))
+    def _batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Collect the trainer's micro-batches, and keep them if a step's loads are counted."""
+        found = self._collects(*args, **kwargs)
+        self._loads = None
+        counted = self.settings["balance_scope"] == "step" and self.settings["balance"]
+        self._batches = list(found[0]) if counted and len(found[0]) > 1 else []
+        return found
+
+    def _count_loads(self, model: Any) -> StepLoads:
+        """Count the step's loads, by a forward of each micro-batch that draws as the next will."""
+        trainer: Any = self.trainer
+        batches = [trainer._prepare_inputs(batch) for batch in self._batches if _is_input(batch)]
+        if len(batches) < len(self._batches):
+            raise InputError(
+                f"balance_scope='step' must see the micro-batches before the step, and "
+                f"{type(trainer).__name__} makes them in it; use gradient_accumulation_steps=1 "
+                "or another scope"
+            )
+        model.train()
+        routers = [module for module in self.model.modules() if isinstance(module, Router)]
+        kept = [(b, b.clone()) for router in routers for b in router.buffers()]
+        devices = [torch.device(trainer.args.device)] if trainer.args.device.type == "cuda" else []
+        first = self.settings["balance_variant"] == "tutel"
+        with torch.no_grad(), torch.random.fork_rng(devices), step_loads(
+            model, first_choice=first
+        ) as loads:  # fmt: skip
+            for batch in batches:
+                with trainer.compute_loss_context_manager():
+                    model(**{name: v for name, v in batch.items() if name in self._accepted})
+        for buffer, value in kept:
+            buffer.copy_(value)
+        loads.micro_batches = len(batches)
+        return loads
+
+    @property
+    def _accepted(self) -> set[str]:
+        """Names of what the model is called with, but for labels; an adapter around it has none."""
+        inner: Any = getattr(self.model, "get_base_model", lambda: self.model)()
+        return set(inspect.signature(inner.forward).parameters) - {"labels"}
+
+
+def _is_input(batch: Any) -> bool:
+    return isinstance(batch, Mapping) and any(name in batch for name in _INPUTS)

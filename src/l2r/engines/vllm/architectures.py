@@ -13,6 +13,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from l2r.errors import InputError
+from l2r.hf.models import preparing_code
 from l2r.hf.swap import as_stock_configuration, our_architecture, stock_architectures
 from l2r.transformers_hook import PREFIX, stock_type
 
@@ -167,12 +168,14 @@ def has_class(model: str | Path, values: Mapping[str, Any], *, trust_remote_code
 
 
 def _brings_code(values: Mapping[str, Any]) -> bool:
-    """Whether config.json names code in the folder itself, as that of an export does."""
-    return any("--" not in str(place) for place in (values.get("auto_map") or {}).values())
+    """Say whether config.json names a model's code in the folder, as that of an export does."""
+    names = values.get("auto_map") or {}
+    models = names.keys() - preparing_code(names).keys()
+    return any("--" not in str(names[name]) for name in models)
 
 
 def served_config(config: Any, values: Mapping[str, Any]) -> Any:
-    """A configuration of ours, with the values of its file, in the class that vLLM knows.
+    """Return a configuration of ours, with the values of its file, in the class that vLLM knows.
 
     The names of an exported folder's code stay on it, for the Transformers backend.
     """

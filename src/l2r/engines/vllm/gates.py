@@ -101,7 +101,7 @@ class Gates:
                 module.FusedMoEFactory = usual  # type: ignore[attr-defined]
 
     def _told(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of an MoE layer with our gate, the checkpoint's rule and float32 logits.
+        """Return the settings of an MoE layer with our gate, the checkpoint's rule, float32 logits.
 
         Those of a layer whose router was not swapped stay. Raises ValueError where vLLM fuses the
         gate with that of a shared expert, and as ``tell``.
@@ -202,7 +202,7 @@ class Gates:
         }
 
     def _is_unread(self, name: str) -> bool:
-        """Whether a parameter is a family's selection bias in a layer that chooses without it."""
+        """Say whether a parameter is a selection bias in a layer that chooses without it."""
         unread = self._entries.get(_layer(name), ({}, ""))[1] == "router"
         return unread and name.rpartition(".")[2] in _BIASES
 

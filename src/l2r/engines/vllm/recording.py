@@ -75,7 +75,7 @@ class Recording:
                 completion.routed_experts = experts[: tokens - 1]
 
     def _name(self, request: str, index: int, choices: int) -> str:
-        """The engine's own name of a completion's request: with random letters behind it."""
+        """Return the engine's own name of a completion's request: with random letters behind it."""
         number = f"{index}_" if choices > 1 else ""
         pattern = re.compile(re.escape(f"{number}{request}") + r"(-[0-9a-f]{8})?")
         names = [name for name in self._by_name if pattern.fullmatch(name)]

@@ -60,7 +60,7 @@ class Rule:
 def tell(
     settings: Mapping[str, Any], router: Router, rule: Selection, layer: str
 ) -> dict[str, Any]:
-    """Settings of an MoE layer with which vLLM chooses by ``rule`` from the logits of ``router``.
+    """Return settings of an MoE layer by which vLLM applies ``rule`` to logits of ``router``.
 
     ``settings`` are those that the family's class gives ``FusedMoEFactory``. A bias that belongs
     to the family is vLLM's tensor among them. Raises ValueError for a rule without its bias, and
@@ -83,7 +83,7 @@ def tell(
 def _choices(
     settings: Mapping[str, Any], router: Router, rule: Selection, bias: Tensor | None
 ) -> Iterator[Mapping[str, Any]]:
-    """What vLLM may be told, from what its class says to the rule itself."""
+    """Return settings that vLLM may take, from those of its class to the rule itself."""
     normalized = {"renormalize": rule.normalize}
     yield settings
     yield {**settings, **normalized}
@@ -96,14 +96,14 @@ def _choices(
 
 
 def _factor(settings: Mapping[str, Any]) -> float:
-    """What vLLM multiplies the output of the experts by, besides the weights."""
+    """Return the factor by which vLLM multiplies the experts' output, besides the weights."""
     outside = settings.get("apply_routed_scale_to_output", False)
     return float(settings.get("routed_scaling_factor", 1.0)) if outside else 1.0
 
 
 @torch.no_grad()
 def agrees(settings: Mapping[str, Any], router: Router, rule: Selection) -> bool:
-    """Whether the router that vLLM builds from settings has the experts and weights of ``rule``.
+    """Say whether the router that vLLM builds from settings chooses and weighs as ``rule``.
 
     On drawn logits, and with a drawn bias wherever one is read.
     """
@@ -132,7 +132,7 @@ def agrees(settings: Mapping[str, Any], router: Router, rule: Selection) -> bool
 
 @contextmanager
 def _drawn_bias(held: Tensor | None, bias: Tensor) -> Iterator[None]:
-    """A bias of the router's own, which is 0 before weights are loaded, drawn inside the block."""
+    """Draw the router's own selection bias, 0 before weights are loaded, inside the block."""
     if held is None:
         yield
         return
@@ -145,7 +145,7 @@ def _drawn_bias(held: Tensor | None, bias: Tensor) -> Iterator[None]:
 
 
 def _device() -> torch.device:
-    """Where vLLM is building the model; the processor itself while it builds on no device."""
+    """Return the device on which vLLM builds the model; its platform's if that is meta."""
     device = torch.get_default_device()
     if device.type != "meta":
         return device

@@ -15,18 +15,18 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME
 
 from l2r.errors import InputError
+from l2r.files.atomic import copy_file, write_json, write_text
+from l2r.files.reading import read_json
 from l2r.hf.checkpoints.folders import checkpoint_folder, kept_files
 from l2r.hf.checkpoints.pretrained import cannot_load, load_pretrained, meta_model, save_model
 from l2r.hf.models.layouts import check_layout, check_version, layout_of
-from l2r.hf.models.opening import NeedsPackageAndCode, without_notes
+from l2r.hf.models.opening import NeedsPackageAndCode, preparing_code, without_notes
 from l2r.hf.models.stored_bytes import compare, described, stored_tensors, write_tensors
 from l2r.hf.models.stored_tensors import file_tensors, place_names
 from l2r.hf.models.weight_files import files_of_weights, named, refuse
 from l2r.hf.swap.sites import recognition_note, router_sites
-from l2r.runs.atomic import copy_file, write_json, write_text
-from l2r.runs.reading import read_json
 
-Report = Callable[[int, int, str], None]
+ReportFile = Callable[[int, int, str], None]
 _OF_ROUTERS = (
     "model_type",
     "architectures",
@@ -46,7 +46,7 @@ class Copied(NamedTuple):
     dropped: int
 
     def __str__(self) -> str:
-        """One line for a person."""
+        """Return a line for a person."""
         return (
             f"{self.kept:,} tensors are those of the source, compared byte by byte; "
             f"{self.dropped:,} of old routers are gone, {self.new:,} of new ones are there"
@@ -105,7 +105,7 @@ class CheckpointCopy:
         *,
         tokenizer: Any = None,
         sections: Sequence[str] = (),
-        report: Report = lambda done, total, file: None,
+        report: ReportFile = lambda done, total, file: None,
     ) -> None:
         """Write the copy, its card, and every other file of the source that stays true.
 
@@ -116,7 +116,7 @@ class CheckpointCopy:
         save_model(self.model, out, source=self._folder, **more)
 
     def write(
-        self, model: Any, out: Path, *, report: Report = lambda done, total, file: None
+        self, model: Any, out: Path, *, report: ReportFile = lambda done, total, file: None
     ) -> None:
         """Write the configuration of ``model``, its new routers and the source's other tensors.
 
@@ -230,7 +230,7 @@ class CheckpointCopy:
 
 
 def _packed_model(folder: Path, **code: Any) -> Any:
-    """The model of a quantized folder on meta, whose modules and whole tensors are in its files.
+    """Build the model of a quantized folder on meta; its modules and whole tensors are in files.
 
     Raises ValueError for a layout that nothing opens, and for what is missing or misshapen.
     """
@@ -284,7 +284,7 @@ def _written_name(file: str) -> str:
 
 
 def _config(model: Any, folder: Path) -> dict[str, Any]:
-    """The source's config.json, but for the fields on routers and on who opens it."""
+    """Return the source's config.json, but for the fields on routers and on who opens it."""
     source = without_notes(read_json(folder / "config.json", strict=False))
     config, values = model.config, dict(source)
     own = {"architectures": [type(model).__name__], **_given(config.to_dict())}
@@ -304,7 +304,9 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _others(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a config.json that do not describe routers."""
-    return {n: v for n, v in without_notes(config).items() if n not in (*_OF_ROUTERS, "auto_map")}
+    plain = without_notes(config)
+    plain["auto_map"] = preparing_code(plain.get("auto_map"))
+    return {name: value for name, value in plain.items() if name not in _OF_ROUTERS}
 
 
 def _json(values: Any) -> str:

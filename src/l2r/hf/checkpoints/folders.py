@@ -1,17 +1,24 @@
-"""What a folder holds by its files: a checkpoint, of which kind, with a tokenizer or without.
+"""Folders of checkpoints, here or from the hub: their kind, their files, their digest.
 
 Nothing here reads weights or imports torch: commands refuse a bad folder before they do.
 """
 
+import hashlib
+import re
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from l2r.errors import InputError
-from l2r.runs.folder import RunFolder
-from l2r.runs.reading import MAX_BYTES, read_json, refuse_endless, refuse_pointer
+from l2r.errors import InputError, blames_input
+from l2r.files.folder import RunFolder
+from l2r.files.reading import MAX_BYTES, file_sha256, read_json, refuse_endless, refuse_pointer
 
+_HUB_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.safetensors", "README.md")
+_PICKLED = ("pytorch_model*.bin",)  # where there is nothing else; transformers reads numbers alone
+_OTHER_FORMATS = ("*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "*/*.bin")  # other formats
+# An organization or a person, and a model of theirs; huggingface_hub itself knows more rules.
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 # One of these makes a tokenizer; merges.txt and the like go with them.
 _TOKENIZERS = (
     "tokenizer.json",
@@ -53,10 +60,68 @@ _KEPT = (
 _TEMPLATES = "additional_chat_templates"
 _REPLACED = ("config.json", "README.md", "*.index.json")  # by the new folder's own
 _UNTRUE = ("adapter_*", "trainer_state.json")  # of a folder with other weights
+# Files besides the weights that transformers builds model and tokenizer from.
+_DIGESTED = (
+    "config.json", "*.index.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+    "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.py",
+)  # fmt: skip
+
+
+def local_checkpoint(
+    checkpoint: str | Path, *, revision: str | None = None, code: bool = False
+) -> Path:
+    """Return the folder of a checkpoint: the one named, or a hub id's in huggingface_hub's cache.
+
+    ``revision`` is a branch, a tag or a commit of a hub id. ``code`` takes its Python files too.
+    A name without a slash, with several or with a dot before the first is a path: the hub is not
+    asked. Environment variables (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE) are
+    huggingface_hub's.
+    Raises ValueError for what is neither, cannot be had, has no config.json, or has a revision and
+    is a folder here.
+    """
+    path, name = Path(checkpoint), str(checkpoint)
+    if path.exists():
+        if revision is not None:
+            raise InputError(f"revision is for hub ids; got revision={revision!r} with {path}")
+        checkpoint_folder(path)
+        return path
+    if not _HUB_ID.fullmatch(name):
+        raise InputError(
+            f"checkpoint must be a folder with config.json, a run or a hub id; got {name}"
+        )
+    return _from_hub(name, revision, [*_HUB_FILES, *(["*.py"] if code else [])])
+
+
+def _from_hub(name: str, revision: str | None, files: list[str]) -> Path:
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        folder = _snapshot(name, revision, files)
+        if not any(folder.glob("*.safetensors")):
+            _snapshot(name, revision, [*files, *_PICKLED])
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        if not blames_input(error):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            "checkpoint must be a folder with config.json, a run or a hub id; there is no folder "
+            f"{name}, and of the hub: {reason}"
+        ) from error
+    checkpoint_folder(folder)
+    return folder
+
+
+def _snapshot(name: str, revision: str | None, files: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    taken = snapshot_download(
+        name, revision=revision, allow_patterns=files, ignore_patterns=list(_OTHER_FORMATS)
+    )
+    return Path(taken)
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """The Hugging Face folder meant by ``path``: itself, or ``model/`` of a run folder.
+    """Return the Hugging Face folder meant by ``path``: itself, or ``model/`` of a run folder.
 
     Raises ValueError where neither has a config.json, where weights or a tokenizer are pointers of
     git-lfs, and for an adapter or a GGUF file without other weights, which it names; also where one
@@ -100,13 +165,13 @@ def _other_layout(path: Path) -> str:
 
 
 def classifies_images(architectures: Any) -> bool:
-    """Whether the field ``architectures`` of a config.json names an image classifier."""
+    """Say whether the field ``architectures`` of a config.json names an image classifier."""
     names = architectures if isinstance(architectures, list) else []
     return any("ImageClassification" in str(name) for name in names)
 
 
 def is_image_classifier(path: str | Path) -> bool:
-    """Whether a Hugging Face or run folder holds an image classifier, by its config.json.
+    """Say whether a Hugging Face or run folder holds an image classifier, by its config.json.
 
     Raises ValueError when there is no config.json.
     """
@@ -117,7 +182,7 @@ def is_image_classifier(path: str | Path) -> bool:
 
 
 def averaged_folder(path: str | Path) -> Path:
-    """The folder of the moving average of a run's weights. Raises ValueError where it has none."""
+    """Return the folder of a run's averaged weights. Raises ValueError if there is none."""
     folder = Path(path) / "model-ema"
     if not (folder / "config.json").is_file():
         raise InputError(f"{path} holds no averaged weights; train with training.ema_decay > 0")
@@ -131,13 +196,13 @@ def check_is_language_model(folder: Path, path: str | Path) -> None:
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    """Whether a Hugging Face or run folder holds a tokenizer, by the names of its files."""
+    """Say whether a Hugging Face or run folder holds a tokenizer, by the names of its files."""
     folder = checkpoint_folder(path)
     return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """The tokenizer_config.json of a folder; empty where there is none."""
+    """Return the tokenizer_config.json of a folder; empty where there is none."""
     file = folder / "tokenizer_config.json"
     settings = read_json(file, strict=False) if file.is_file() else {}
     return settings if isinstance(settings, dict) else {}
@@ -217,3 +282,15 @@ def check_reads_text(
         "the checkpoint has no tokenizer to read text with: put its tokenizer.json into "
         f"{checkpoint_folder(path)}{or_tokens}"
     )
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """Hash every file that affects results: weights, configuration, tokenizer and code.
+
+    Weights count by size and time and are not read; smaller files count by their content.
+    """
+    weights = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")]
+    small = {path for pattern in _DIGESTED for path in folder.glob(pattern) if path.is_file()}
+    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(weights)]
+    contents = [(p.name, file_sha256(p)) for p in sorted(small)]
+    return hashlib.sha256(repr((stats, contents)).encode()).hexdigest()

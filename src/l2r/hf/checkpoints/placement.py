@@ -1,4 +1,4 @@
-"""Where a checkpoint's weights go, and in which dtype: memory, several devices, or disk."""
+"""Placement of a checkpoint's weights: dtype, and memory, several devices, or disk."""
 
 import math
 import re
@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from l2r.errors import InputError
+from l2r.files.reading import indexed_files, parse_json
 from l2r.hf.models.layouts import Layout, layout_of
 from l2r.machine import available_memory, device_name, pick_device
-from l2r.runs.reading import indexed_files, parse_json
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _FLOATS = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # in files
-_ROOM = 0.7  # of the free memory for weights; the rest is for what the work takes
+_MEMORY_SHARE = 0.7  # of the free memory for weights; the rest is for what the work takes
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How a checkpoint is loaded.
+    """Dtype and devices with which a checkpoint is loaded.
 
     dtype: of the weights, "auto" for the one they were saved in; routers of ours stay float32.
     device: of the whole model, "auto" for a GPU where there is one. device_map: accelerate's, a
@@ -43,7 +43,7 @@ class Placement:
         self._check_map(device_name)
 
     def here(self) -> "Placement":
-        """The same on this machine, whose GPU the device ``auto`` is, where there is one.
+        """Return the same on this machine, whose GPU the device ``auto`` is, where there is one.
 
         Raises ValueError for a device that is not here.
         """
@@ -69,19 +69,20 @@ class Placement:
             return {"dtype": dtype}
         options: dict[str, Any] = {"dtype": dtype, "device_map": places}
         if isinstance(places, str) and here.device == "cpu":
-            options["max_memory"] = {"cpu": int(_ROOM * available_memory())}
+            options["max_memory"] = {"cpu": int(_MEMORY_SHARE * available_memory())}
         return options
 
     def place(self, model: Any) -> Any:
-        """The model on the device, unless accelerate has placed its parts."""
+        """Return the model on the device, unless accelerate has placed its parts."""
         return (
             model if getattr(model, "hf_device_map", None) else model.to(pick_device(self.device))
         )
 
     def is_too_large(self, folder: Path) -> bool:
-        """Whether weights on a CPU would take more than the memory that is free."""
+        """Say whether weights on a CPU would take more than the memory that is free."""
         return (
-            self.device == "cpu" and weight_bytes(folder, self.dtype) > _ROOM * available_memory()
+            self.device == "cpu"
+            and weight_bytes(folder, self.dtype) > _MEMORY_SHARE * available_memory()
         )
 
     def _check_disk(self, folder: Path) -> None:
@@ -106,7 +107,7 @@ class Placement:
             return 0
         if isinstance(places, dict) or self.device != "cpu":
             raise ValueError("device_map does not tell how much stays on disk")
-        return max(0, weight_bytes(folder, self.dtype) - int(_ROOM * available_memory()))
+        return max(0, weight_bytes(folder, self.dtype) - int(_MEMORY_SHARE * available_memory()))
 
     def _read_map(self) -> Any:
         text = self.device_map
@@ -204,7 +205,7 @@ def _read_header(file: Path) -> dict[str, tuple[str, list[int]]] | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of weights in a folder: safetensors of the index, the one, or all, or pickles."""
+    """List the files of weights in a folder: safetensors of the index, the one, all, or pickles."""
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         return [file for file in indexed_files(index) if file.is_file()]

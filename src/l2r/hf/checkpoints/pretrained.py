@@ -1,4 +1,4 @@
-"""Load checkpoints: stock ones, our own model types, and models with swapped routers."""
+"""Open and save checkpoints: stock ones, our own model types, and models with swapped routers."""
 
 import tempfile
 import warnings
@@ -14,27 +14,34 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
     AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from l2r.errors import InputError, blames_input
+from l2r.files.atomic import copy_file, new_folder, write_json
 from l2r.hf.checkpoints.folders import (
+    averaged_folder,
+    check_is_language_model,
     checkpoint_folder,
     classifies_images,
+    has_tokenizer,
     kept_files,
+    local_checkpoint,
     tokenizer_settings,
 )
-from l2r.hf.checkpoints.hub import local_checkpoint
+from l2r.hf.checkpoints.foreign_tokenizer import open_tokenizer
+from l2r.hf.checkpoints.placement import Placement
 from l2r.hf.models import olmoe
 from l2r.hf.models.card import write_card
 from l2r.hf.models.layouts import packing
-from l2r.hf.models.opening import NeedsPackageAndCode
+from l2r.hf.models.opening import NeedsPackageAndCode, preparing_code
 from l2r.hf.models.weight_files import check_finite, on_meta, read_config, read_weights
 from l2r.hf.swap import class_registry
-from l2r.hf.swap.sites import Site, find_sites
+from l2r.hf.swap.sites import Site, find_sites, recognition_note
 from l2r.hf.swap.swapped_classes import mark_config, swapped_model
 from l2r.routers.observe import more_inputs
-from l2r.runs.atomic import copy_file, new_folder, write_json
 
 _SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -48,6 +55,7 @@ _READS_TEXT = (
     AutoModelForTokenClassification,
 )
 _SHARD = "500MB"  # of a checkpoint that is larger than memory
+FLOAT32 = Placement("float32")
 
 
 def load_pretrained(
@@ -104,7 +112,7 @@ def load_pretrained(
 
 
 def meta_model(path: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The model that ``load_pretrained`` opens, by its config.json alone, on the meta device."""
+    """Build the model that ``load_pretrained`` opens, from config.json only, on the meta device."""
     folder = checkpoint_folder(path)
     config = read_config(folder, trust_remote_code=trust_remote_code)
     if getattr(config, "l2r_swap", None):
@@ -114,7 +122,7 @@ def meta_model(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def model_like(config: olmoe.L2rOlmoeConfig, path: str | Path) -> Any:
-    """The model in ``path``, in fp32 and training mode, if it is what ``config`` describes.
+    """Return the model in ``path``, in fp32 and training mode, if it is what ``config`` describes.
 
     Raises ValueError naming the first field that differs, or when nothing can be loaded.
     """
@@ -165,10 +173,16 @@ def save_model(
             (part / name).parent.mkdir(exist_ok=True)
             (part / name).write_text(text, encoding="utf-8")
         if source is not None:
-            _copy_others(source, part, code=isinstance(model.config, NeedsPackageAndCode))
+            _copy_others(source, part, code=_keeps_code(model.config))
             if tokenizer is not None and copied and files:
                 _name_tokenizer(part, tokenizer)
         write_card(part, model, sections)
+
+
+def _keeps_code(config: Any) -> bool:
+    """Say whether a configuration names code in its folder that a copy of the model needs."""
+    places = preparing_code(getattr(config, "auto_map", None)).values()
+    return isinstance(config, NeedsPackageAndCode) or any("--" not in str(p) for p in places)
 
 
 def _copy_others(source: Path, folder: Path, *, code: bool) -> None:
@@ -189,7 +203,7 @@ def _name_tokenizer(folder: Path, tokenizer: Any) -> None:
 
 
 def _write_weights(model: Any, folder: Path) -> None:
-    """Whole where they are in memory; weights on disk by shards, so that few are read at a time."""
+    """Save in one file from memory, in shards from disk, so that few tensors are read at a time."""
     here = ((n, t) for n, t in model.state_dict().items() if not t.is_meta)  # others are on disk
     check_finite(here)
     if "disk" not in (getattr(model, "hf_device_map", None) or {}).values():
@@ -201,7 +215,7 @@ def _write_weights(model: Any, folder: Path) -> None:
 
 
 def cannot_load(what: str, folder: Path, error: Exception) -> Exception:
-    """The InputError of a folder that cannot be loaded; transformers' own words say why.
+    """Return the InputError of a folder that cannot be loaded; transformers' own words say why.
 
     What a line of this package raised, and is no InputError, is a bug: the error as it is.
     """
@@ -216,12 +230,12 @@ def cannot_load(what: str, folder: Path, error: Exception) -> Exception:
 
 
 def _reading_part(config: Any) -> Any:
-    """Configuration of the thinker of an omni model, which as a whole generates alone."""
+    """Return the configuration of the part that reads: the thinker of an omni model."""
     return getattr(config, "thinker_config", config)
 
 
 def _auto_class(config: Any) -> Any:
-    """The Auto class of what a configuration describes: that of the class which wrote the folder.
+    """Return the Auto class for a configuration: that of the class which wrote the folder.
 
     So a wrapper opens whole, although some open as their language model alone too. Raises
     ValueError for another kind of model, which transformers answers with all that it has.
@@ -263,7 +277,7 @@ def _check_choices(model: Any) -> None:
 
 
 def _runs(site: Site, dtype: torch.dtype) -> bool:
-    """Whether a router of a model on a CPU takes a token; True where its block passes more."""
+    """Say whether a router of a model on a CPU takes a token; True where its block passes more."""
     device = next(site.router.parameters()).device
     if device.type != "cpu" or more_inputs(site.router):
         return True
@@ -276,7 +290,7 @@ def _runs(site: Site, dtype: torch.dtype) -> bool:
 
 
 def _swapped_class(config: Any, folder: Path) -> Any:
-    """The class of a model whose routers were swapped; its configuration gets its class too.
+    """Return the class of a model whose routers were swapped; its configuration gets its class too.
 
     Folders of 0.2 have the names of the model before the swap; those with code name it.
     """
@@ -287,3 +301,106 @@ def _swapped_class(config: Any, folder: Path) -> Any:
     architecture = class_registry.swapped_architecture(str(names[0]) if names else "")
     mark_config(config)
     return architecture
+
+
+def load_causal_lm(
+    path: str | Path,
+    *,
+    placement: Placement = FLOAT32,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
+    """Model in evaluation mode and its tokenizer, or None where the folder has none.
+
+    ``path`` is a folder in Hugging Face format, a run folder of ours (its ``model/``) or a hub
+    id; ``revision`` and ``trust_remote_code`` as for ``load_pretrained``.
+    Raises ValueError when the folder holds no readable checkpoint.
+    """
+    folder = checkpoint_folder(local_checkpoint(path, revision=revision, code=trust_remote_code))
+    check_is_language_model(folder, path)
+    return load_model(folder, placement=placement, trust_remote_code=trust_remote_code)
+
+
+def load_model(
+    folder: Path, *, placement: Placement, trust_remote_code: bool = False
+) -> tuple[Any, Any]:
+    """Load a language model or an image classifier, and its tokenizer or None, from a folder.
+
+    ``placement.report`` takes a line on routers that are in no table.
+    """
+    options = placement.options(checkpoint_folder(folder))
+    model = load_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+    if note := recognition_note(model):
+        placement.report(note)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    return placement.place(model).eval(), tokenizer
+
+
+def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """Read the configuration of a checkpoint.
+
+    Raises ValueError where it is damaged, or needs code that is not trusted.
+    """
+    folder = checkpoint_folder(path)
+    try:
+        return read_config(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of any kind, as for the model
+        raise cannot_load("a configuration", folder, error) from error
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """Return the tokenizer of a folder or run folder, None where it has none.
+
+    Raises ValueError for one that cannot be read or needs code of the folder that is not trusted.
+    """
+    if not has_tokenizer(path):
+        return None
+    return _tokenizer(checkpoint_folder(path), trust_remote_code=trust_remote_code)
+
+
+def load_image_classifier(
+    path: str | Path,
+    *,
+    averaged: bool = False,
+    placement: Placement = FLOAT32,
+    trust_remote_code: bool = False,
+) -> Any:
+    """Model in evaluation mode from a Hugging Face folder or a run folder of ours.
+
+    ``averaged`` takes the moving average of the weights (``model-ema/`` of a run). Raises
+    ValueError when the folder holds no readable image classifier.
+    """
+    folder = averaged_folder(path) if averaged else checkpoint_folder(path)
+    try:
+        model = read_weights(
+            AutoModelForImageClassification,
+            folder,
+            trust_remote_code=trust_remote_code,
+            **placement.options(folder),
+        )
+    except Exception as error:  # transformers lets any error of a damaged folder through
+        raise cannot_load("an image classifier", folder, error) from error
+    return placement.place(model).eval()
+
+
+def hugging_face_tokenizer(path: Path) -> Any:
+    """Return the Hugging Face tokenizer of a folder, or of a ``tokenizer.json`` by itself.
+
+    Raises ValueError for one that cannot be read or needs code of its folder.
+    """
+    folder = path if path.is_dir() else path.parent
+    if (folder / "tokenizer_config.json").is_file():
+        return _tokenizer(folder, trust_remote_code=False)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        return open_tokenizer(lambda: PreTrainedTokenizerFast(tokenizer_file=str(file)))
+    except Exception as error:  # tokenizers raises bare Exception for an unreadable file
+        raise cannot_load("a tokenizer", file, error) from error
+
+
+def _tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
+    try:
+        trusted = {"trust_remote_code": trust_remote_code}
+        return open_tokenizer(lambda: AutoTokenizer.from_pretrained(folder, **trusted))
+    except Exception as error:  # of any kind, as for a model
+        raise cannot_load("a tokenizer", folder, error) from error

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from l2r.errors import InputError, blames_input
+from l2r.files.atomic import new_folder
 from l2r.hf.models import computing_experts
 from l2r.hf.models.card import Loading, python_block, write_card
 from l2r.kernels import dispatch
-from l2r.runs.atomic import new_folder
 
 PROGRAM_TOLERANCE = 1e-4  # of the largest logit
 _SHAPES = ((2, 7), (1, 1), (3, 50))  # rows and tokens that are compared; the first is traced
 _SEED = 0
 
 
-class Agreement(NamedTuple):
+class ProgramAgreement(NamedTuple):
     """Largest difference of a logit between program and model, and the largest logit."""
 
     difference: float
@@ -49,7 +49,7 @@ def export_program(
     tokenizer: Any = None,
     tolerance: float = PROGRAM_TOLERANCE,
     sections: Sequence[str] = (),
-) -> Agreement:
+) -> ProgramAgreement:
     """Write ``model`` as input_ids [B, S] -> logits [B, S, V], any B and S, into a new folder.
 
     The written file is loaded again and compared with the model on several shapes. Raises
@@ -74,7 +74,7 @@ def export_program(
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise InputError(f"{form} export of {type(model).__name__} failed: {first}") from error
         apart = [a - b for a, b in zip(outputs, expected, strict=True)]
-        agreement = Agreement(_largest(apart), _largest(expected))
+        agreement = ProgramAgreement(_largest(apart), _largest(expected))
         if not agreement.difference <= tolerance * max(1.0, agreement.largest):
             raise InputError(
                 f"logits of the {form} program must be within tolerance={tolerance:g} of the "
@@ -111,16 +111,16 @@ def _trace(model: Any, ids: Tensor) -> torch.export.ExportedProgram:
         )
 
 
-Run = Callable[[Tensor], Tensor]
+RunProgram = Callable[[Tensor], Tensor]
 
 
-def _torch_export(program: torch.export.ExportedProgram, folder: Path) -> Run:
+def _torch_export(program: torch.export.ExportedProgram, folder: Path) -> RunProgram:
     torch.export.save(program, folder / "model.pt2")
-    loaded: Run = torch.export.load(folder / "model.pt2").module()
+    loaded: RunProgram = torch.export.load(folder / "model.pt2").module()
     return loaded
 
 
-def _onnx(program: torch.export.ExportedProgram, folder: Path) -> Run:
+def _onnx(program: torch.export.ExportedProgram, folder: Path) -> RunProgram:
     import onnxruntime
 
     path = folder / "model.onnx"
@@ -142,7 +142,7 @@ def _onnx(program: torch.export.ExportedProgram, folder: Path) -> Run:
 def _stable_sort(
     values: Any, *, stable: bool = True, dim: int = -1, descending: bool = False
 ) -> Any:
-    """A sort in ONNX's operations; its TopK takes the lowest index first among equals."""
+    """Return a sort in ONNX's operations; its TopK takes the lowest index first among equals."""
     from onnxscript import opset18 as op
 
     size = op.Shape(values, start=dim, end=None if dim == -1 else dim + 1)
@@ -164,7 +164,7 @@ _LOADING = {
         "pytorch", 'import torch\n\nprogram = torch.export.load("FOLDER/model.pt2").module()'
     ),
 }
-PROGRAM_FORMS: dict[str, Callable[[torch.export.ExportedProgram, Path], Run]] = {
+PROGRAM_FORMS: dict[str, Callable[[torch.export.ExportedProgram, Path], RunProgram]] = {
     "onnx": _onnx,
     "torch-export": _torch_export,
 }

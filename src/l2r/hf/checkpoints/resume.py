@@ -59,7 +59,7 @@ def load_whole(trainer: Any, checkpoint: str | Path) -> bool:
 
 
 def _has_names_of_a_family(model: Any) -> bool:
-    """Whether a model is a whole one of transformers or ours, with routers."""
+    """Say whether a model is a whole one of transformers or ours, with routers."""
     return (
         isinstance(model, PreTrainedModel)
         and not getattr(model, "_hf_peft_config_loaded", False)
@@ -112,7 +112,7 @@ def _check(model: Any, places: dict[str, Tensor], stored: Mapping[str, Tensor]) 
 def _converted(
     model: Any, places: dict[str, Tensor], stored: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Stored tensors under the model's names, experts put together, as ``from_pretrained`` does.
+    """Rename stored tensors to the model's, with experts joined, as ``from_pretrained`` does.
 
     One at a time: the matrices of one layer are in memory twice, not those of the model.
     """

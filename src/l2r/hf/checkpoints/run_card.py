@@ -1,4 +1,4 @@
-"""What a run folder has to say in its model's card: recipe, data, routing metrics, evaluation.
+"""Sections of a model card from its run: recipe, data, routing metrics, evaluation.
 
 Every number comes from a file of the run; one that is not there is left out.
 """
@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
+from l2r.files.diagnosis import is_diagnosed, read_diagnosis
+from l2r.files.final_losses import final_losses
+from l2r.files.folder import RunFolder
+from l2r.files.shapes import files_of
 from l2r.hf.models.card import CARD, is_untouched, table, write_card
-from l2r.runs.diagnosis import is_diagnosed, read_diagnosis
-from l2r.runs.final_losses import final_losses
-from l2r.runs.folder import RunFolder
-from l2r.runs.shapes import files_of
 
 _ROUTING = (  # of a diagnosis, by the names of docs/diagnostics.md
     ("routing gain, of the whole model", "routing_gain"),
@@ -30,7 +30,7 @@ _ROUTING = (  # of a diagnosis, by the names of docs/diagnostics.md
 
 
 def run_of_checkpoint(checkpoint: str | Path) -> RunFolder | None:
-    """The run whose final weights are meant by ``checkpoint``: its folder, or ``model/`` in it."""
+    """Return the run of a checkpoint's final weights: its folder, or ``model/`` in it."""
     path = Path(checkpoint).resolve()
     run = RunFolder(path.parent if path.name == "model" else path)
     return run if run.is_run() else None
@@ -55,7 +55,7 @@ def write_run_card(run: RunFolder, folder: Path, model: Any, *, averaged: bool =
 
 
 def update_card(run: RunFolder | None, model: Any, *, averaged: bool = False) -> None:
-    """Write it again after a measurement, unless it is a person's by now or there was none."""
+    """Write the card again after a measurement, unless it was edited or there was none."""
     if run is not None:
         folder = run.averaged_model if averaged else run.model
         card = folder / CARD

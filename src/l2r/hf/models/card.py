@@ -1,7 +1,7 @@
 """The model card, README.md of a saved model: what is known of it and nothing else.
 
-A card of ours ends with the checksum of its text. A card without one, or with another, is a
-person's: it is kept, and said so.
+A card of ours ends with the checksum of its text. Edited cards, and those of others, are kept, with
+a warning.
 """
 
 import hashlib
@@ -22,14 +22,20 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from l2r.files.atomic import write_text
+from l2r.files.wording import one_cell
 from l2r.hf.models.lossless import check_save
+from l2r.hf.models.opening import preparing_code
 from l2r.routers import Router
-from l2r.runs.atomic import write_text
-from l2r.runs.markdown import one_cell
 
 CARD = "README.md"
-_MARK = "<!-- Written by l2r-moe; kept as it is once its text has another sum than {sum} -->\n"
-_MARKED = re.compile(_MARK.format(sum="([0-9a-f]{64})") + r"\Z")
+_MARK = "<!-- Written by l2r-moe; edited cards are not overwritten (checksum {sum}) -->\n"
+_MARK_0_3 = "<!-- Written by l2r-moe; kept as it is once its text has another sum than {sum} -->\n"
+_MARKED = re.compile(
+    "(?:"
+    + "|".join(re.escape(m).replace(r"\{sum\}", "([0-9a-f]{64})") for m in (_MARK, _MARK_0_3))
+    + r")\Z"
+)
 _TAGS = {  # Auto classes, each with its pipeline_tag
     AutoModelForCausalLM: "text-generation",
     AutoModelForImageTextToText: "image-text-to-text",
@@ -84,7 +90,7 @@ class SavesCard:
 def write_card(
     folder: Path, model: Any, sections: Sequence[str] = (), loading: Loading | None = None
 ) -> None:
-    """Write the card of a saved model into its folder; warn where a person's is kept instead.
+    """Write the card of a saved model into its folder; warn if an edited one is kept.
 
     ``sections`` say in Markdown how the model was made and what was measured of it.
     """
@@ -96,9 +102,9 @@ def write_card(
 
 
 def is_untouched(text: str) -> bool:
-    """Whether a card is one of ours that nobody has edited."""
+    """Say whether a card is one of ours that nobody has edited."""
     mark = _MARKED.search(text)
-    return mark is not None and mark.group(1) == _sum(text[: mark.start()])
+    return mark is not None and mark[mark.lastindex or 0] == _sum(text[: mark.start()])
 
 
 def _card_text(folder: Path, model: Any, sections: Sequence[str], loading: Loading | None) -> str:
@@ -129,7 +135,7 @@ def _card_text(folder: Path, model: Any, sections: Sequence[str], loading: Loadi
 
 
 def table(rows: Sequence[tuple[str, Any]], head: tuple[str, str]) -> str:
-    """A Markdown table of names and values."""
+    """Return a Markdown table of names and values."""
     shown = [
         (n, f"{v:.4g}" if isinstance(v, float) else f"{v:,}" if type(v) is int else v)
         for n, v in rows
@@ -149,7 +155,7 @@ def upload_model(
     commit_message: str | None = None,
     commit_description: str | None = None,
 ) -> Any:
-    """Upload a saved model in one commit; our card does not replace a person's on the hub."""
+    """Upload a saved model in one commit; keep an edited card that is on the hub."""
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if revision is not None and not create_pr:
@@ -181,7 +187,7 @@ def _taken(options: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _warn(card: str, remedy: str) -> None:
-    message = f"{card} is a person's (l2r-moe did not write it as it stands) and is kept; {remedy}"
+    message = f"{card} was edited, or not written by l2r-moe, and is kept; {remedy}"
     warnings.warn(message, stacklevel=3)
 
 
@@ -190,7 +196,7 @@ def _sum(text: str) -> str:
 
 
 def _router_groups(model: Any) -> dict[str, Router]:
-    """One router of each kind and size, by the layers that have such a one."""
+    """Return a router of each kind and size, by the layers that have it."""
     alike: dict[str, list[tuple[str, Router]]] = {}
     for path, module in model.named_modules():
         if isinstance(module, Router):
@@ -216,7 +222,8 @@ def _loading(folder: Path, config: Any, auto: Any) -> Loading:
     code = f"from transformers import {name}\n\nmodel = {name}.from_pretrained({{}})"
     files = [
         place.partition(".")[0] + ".py"
-        for place in (getattr(config, "auto_map", None) or {}).values()
+        for name, place in (getattr(config, "auto_map", None) or {}).items()
+        if name not in preparing_code(config.auto_map)
     ]
     if files and all((folder / file).is_file() for file in files):
         call = python_block(code.format('"FOLDER", trust_remote_code=True'))

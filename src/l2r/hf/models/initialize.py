@@ -4,11 +4,12 @@ Routers draw from a separate random stream, so that models that differ in the ro
 start from the same weights everywhere else.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from l2r.routers import Router, RouterConfig, build_router
 
@@ -42,6 +43,28 @@ def reset_missing(router: Router) -> None:
         state[router.selection.bias].zero_()
     for name, value in loaded.items():
         state[name].copy_(value)
+
+
+_watchers: list[Callable[[nn.Module], None]] = []
+
+
+@contextmanager
+def watch_initialized(call: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Call ``call(module)`` of each module of our models inside the block, its weights drawn.
+
+    It may take the weights away: nothing reads them before the model is whole.
+    """
+    _watchers.append(call)
+    try:
+        yield
+    finally:
+        _watchers.remove(call)
+
+
+def tell_initialized(module: nn.Module) -> None:
+    """Tell who watches that a module has its initial weights."""
+    for call in _watchers:
+        call(module)
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from l2r.errors import InputError
+from l2r.files.reading import read_json
 from l2r.hf.models.quantized import quantization_method, quantization_values
-from l2r.runs.reading import read_json
 
 ADAPTER = "adapter_config.json"
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
@@ -51,7 +51,7 @@ Header = Mapping[str, tuple[str, Sequence[int]]]  # dtype and shape of tensors i
 
 @dataclass(frozen=True)
 class Layout:
-    """How a folder's weights are quantized.
+    """Layout in which a folder's weights are quantized.
 
     method: as in config.json. name: for people. bits: of the codes, in words, or empty. dtype: in
     which the model computes. packed: whether the weights stay codes in memory, or are read in one
@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def takes_any_dtype(self) -> bool:
-        """Whether all weights can be read in another dtype than the folder's own."""
+        """Say whether all weights can be read in another dtype than the folder's own."""
         return not self.packed and self.method != _COMPRESSED
 
     def check_dtype(self, dtype: str) -> None:
@@ -113,7 +113,7 @@ class Layout:
 
 
 def layout_of(folder: Path) -> Layout | None:
-    """The layout of a folder by its config.json; None where nothing is quantized."""
+    """Return the layout of a folder by its config.json; None where nothing is quantized."""
     config = read_json(folder / "config.json", strict=False)
     method = quantization_method(config)
     if method is None:
@@ -127,7 +127,7 @@ def layout_of(folder: Path) -> Layout | None:
 
 
 def own_dtype(config: Mapping[str, Any]) -> str:
-    """The dtype that a config.json says its weights have, bfloat16 where it does not say."""
+    """Return the dtype that a config.json says its weights have, bfloat16 where it does not say."""
     parts = [config, *(value for value in config.values() if isinstance(value, dict))]
     for part in parts:
         found = part.get("dtype") or part.get("torch_dtype")
@@ -222,7 +222,7 @@ def check_blocks(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
 
 
 def packing(tensor: Any) -> str:
-    """What a parameter is packed in: a package, or a dtype of codes; empty where it is whole."""
+    """Return what packs a parameter: a package, or a dtype of codes; empty if it is whole."""
     for kind in (type(tensor), type(tensor.data)):
         package = kind.__module__.partition(".")[0]
         if package in _QUANTIZERS:
@@ -281,7 +281,7 @@ def matrix_shape(module: Any, path: str) -> Sequence[int]:
 
 
 def whole_matrix(module: Any, path: str) -> Any:
-    """The matrix [N, D] at ``path``; of a packed one what its own product computes with."""
+    """Return the matrix [N, D] at ``path``; of a packed one what its own product computes with."""
     import torch
 
     holder, matrix = _matrix(module, path)
@@ -344,7 +344,7 @@ def _named(method: str, values: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _plain(text: str) -> str:
-    """A text of a file as a part of one line of a message."""
+    """Return a text of a file as a part of one line of a message."""
     return text[:80] if text.isprintable() else repr(text[:80])
 
 
@@ -364,7 +364,7 @@ def _weights_of_groups(values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]
 
 
 def _has_kernels() -> bool:
-    """Whether transformers computes with codes of MXFP4 and fp8: never on a CPU alone."""
+    """Say whether transformers computes with codes of MXFP4 and fp8: never on a CPU alone."""
     import torch
 
     return torch.cuda.is_available() or torch.xpu.is_available()

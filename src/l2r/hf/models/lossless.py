@@ -1,4 +1,4 @@
-"""What a folder with other routers would lose of the folder that a model came from.
+"""Losses of a folder with other routers, against the folder that a model came from.
 
 transformers leaves tensors aside at loading (MTP blocks, vision towers), opens a wrapper as its
 language model alone and cannot write packed weights back. A save of the whole model is refused
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import is_peft_available
 
 from l2r.errors import InputError
+from l2r.files.reading import read_json
 from l2r.hf.models.quantized import (
     QUANTIZATION,
     packed_method,
@@ -26,7 +27,6 @@ from l2r.hf.models.quantized import (
 )
 from l2r.hf.models.stored_tensors import inner_model, is_narrower, places, tensors_by_file
 from l2r.hf.models.weight_files import named
-from l2r.runs.reading import read_json
 
 _LOST = "_l2r_lost"  # on a model that was swapped in memory: why it cannot be saved
 _ADAPTER = "adapter_config.json"
@@ -102,7 +102,7 @@ def check_save(model: Any, *, save_original_format: bool = True, **others: Any) 
 
 
 def save_refusal(model: nn.Module, *, save_original_format: bool = True) -> str | None:
-    """Why ``check_save`` refuses a model, None where it does not."""
+    """Say why ``check_save`` refuses a model, None if it does not."""
     inner = inner_model(model)
     lost: str | None = getattr(inner, _LOST, None)
     if lost == _ADAPTER_ALONE or getattr(inner, "_hf_peft_config_loaded", False):
@@ -182,7 +182,7 @@ def _beside() -> str:
 
 
 def _source(model: PreTrainedModel) -> Path | None:
-    """The folder that a model was loaded from, or a hub id's in the cache."""
+    """Return the folder that a model was loaded from, or a hub id's in the cache."""
     name = model.name_or_path
     if not name or (Path(name) / "config.json").is_file():
         return Path(name) if name else None
@@ -195,7 +195,7 @@ def _source(model: PreTrainedModel) -> Path | None:
 
 
 def _is_whole(model: PreTrainedModel, config: Mapping[str, Any]) -> bool:
-    """Whether a model is the one of a config.json: the same class and number of layers."""
+    """Say whether a model is the one of a config.json: the same class and number of layers."""
     names = config.get("architectures") or [type(model).__name__]
     text = config.get("text_config")
     layers = (text if isinstance(text, dict) else config).get("num_hidden_layers")

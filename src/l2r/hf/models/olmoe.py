@@ -27,7 +27,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from l2r.hf.models.auto_entries import add_to_auto_classes
 from l2r.hf.models.card import SavesCard
-from l2r.hf.models.initialize import attach_router, reset_missing
+from l2r.hf.models.initialize import attach_router, reset_missing, tell_initialized
 from l2r.hf.models.opening import NeedsPackage
 from l2r.hf.models.transformers_tables import share_adapters, share_conversion, share_names
 from l2r.routers import Router, RouterConfig
@@ -91,6 +91,7 @@ class _RouterWeights(SavesCard):
             truncated_normal(module.weight, std)
         else:
             OlmoePreTrainedModel._init_weights(self, module)
+        tell_initialized(module)
 
 
 class L2rOlmoeModel(_RouterWeights, OlmoeModel):

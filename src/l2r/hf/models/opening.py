@@ -1,6 +1,9 @@
-"""Notes in config.json by which every loader that lacks this package stops, and names it.
+"""Make other loaders fail with an install hint, by notes in config.json.
 
 transformers builds a family's own class from any folder of weights, and draws what is missing.
+A configuration_l2r.py in the folder does less (tried with transformers 5.24): without
+``trust_remote_code`` the error names no package, and ``MixtralForCausalLM.from_pretrained`` opens
+the folder with routers drawn at random.
 """
 
 import dataclasses
@@ -31,7 +34,7 @@ _NOTE = f"{_PACKAGE}; open it with an Auto class of transformers or l2r.load_pre
 class NeedsPackage:
     """Mixin of configurations whose models need this package: it writes and removes the notes.
 
-    A configuration that has an ``auto_map`` brings its code, and gets none.
+    A configuration whose ``auto_map`` names a model's code brings that code, and gets none.
     """
 
     auto_map: Mapping[str, str] = {}  # TRL asks for it where transformers exports no such class
@@ -45,9 +48,9 @@ class NeedsPackage:
 
     def with_notes(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Add the notes to the values of this configuration for config.json."""
-        if self.auto_map:
+        if names_model_code(self.auto_map):
             return dict(values)
-        noted = {**values, "auto_map": _AUTO_MAP}
+        noted = {**values, "auto_map": {**preparing_code(values.get("auto_map")), **_AUTO_MAP}}
         checked = {field.name for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         for field in [name for name in _FIELDS if name in checked][:1]:
             noted |= {field: _NOTE, _SAVED + field: values.get(field, getattr(self, field))}
@@ -69,27 +72,48 @@ class NeedsPackageAndCode(NeedsPackage):
 
     def with_notes(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Add the notes, the first in the place of the code's names."""
-        if "auto_map" not in values:
+        if not names_model_code(values.get("auto_map")):
             return super().with_notes(values)
-        return {**values, CODE: values["auto_map"], "auto_map": _AUTO_MAP}
+        noted = {**preparing_code(values["auto_map"]), **_AUTO_MAP}
+        return {**values, CODE: values["auto_map"], "auto_map": noted}
 
 
 def without_notes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a config.json without notes of ours; the code's names in their place."""
+    """Return the values of a config.json without notes of ours; the code's names in their place."""
     plain = dict(values)
     for field in _FIELDS:
         if plain.get(field) == _NOTE:
             plain[field] = plain.pop(_SAVED + field)
-    if plain.get("auto_map") == _AUTO_MAP:
+    names = plain.get("auto_map")
+    if isinstance(names, dict) and names.get("AutoConfig") == _AUTO_MAP["AutoConfig"]:
         del plain["auto_map"]
+        plain |= {"auto_map": kept} if (kept := preparing_code(names)) else {}
     if CODE in plain:
         plain["auto_map"] = plain.pop(CODE)
     return plain
 
 
+def names_model_code(auto_map: Any) -> bool:
+    """Say whether an ``auto_map`` has the code of a configuration or a model."""
+    return isinstance(auto_map, Mapping) and len(preparing_code(auto_map)) < len(auto_map)
+
+
+def preparing_code(auto_map: Any) -> dict[str, Any]:
+    """Select the entries of an ``auto_map`` that name code of tokenizers and processors."""
+    names = auto_map if isinstance(auto_map, Mapping) else {}
+    return {n: place for n, place in names.items() if not n.startswith(("AutoConfig", "AutoModel"))}
+
+
+def drop_model_code(config: Any) -> None:
+    """Remove a model's code, which knows nothing of a swap, from a configuration's ``auto_map``."""
+    kept = preparing_code(config.__dict__.pop("auto_map", None))
+    if kept:
+        config.auto_map = kept
+
+
 @cache
 def config_with_code(base: Any) -> Any:
-    """The configuration class, from a folder's code, of models whose routers were replaced."""
+    """Make the configuration class, from a folder's code, of models with replaced routers."""
     if issubclass(base, NeedsPackageAndCode):
         return base
     body = {"__module__": base.__module__, "__qualname__": base.__qualname__}

@@ -15,7 +15,7 @@ _AS_LOADED = ("bitsandbytes", "torchao")  # saved right under the names that the
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:
-    """The method by which a config.json says that the model, or a part of it, is quantized."""
+    """Return the quantization method that a config.json names for the model or a part of it."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         found = part.get(QUANTIZATION)
         if found:
@@ -26,7 +26,7 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
 
 
 def packed_method(model: Any, *, save_original_format: bool = True) -> str | None:
-    """The method of weights that were loaded packed and that ``save_pretrained`` does not write.
+    """Return the method of packed weights that ``save_pretrained`` does not write.
 
     transformers has no way back to the names and shards that it read. What it quantized itself, and
     what two methods have in memory, it writes right.
@@ -40,7 +40,7 @@ def packed_method(model: Any, *, save_original_format: bool = True) -> str | Non
 
 
 def remedy(method: str, name: str | Path) -> str:
-    """How to get a folder that can be swapped from the quantized one ``name``."""
+    """Say how to get a folder that can be swapped from the quantized one ``name``."""
     load = f"AutoModelForCausalLM.from_pretrained({str(name)!r}"
     if method in _UNPACK:
         load += f", {QUANTIZATION}={_UNPACK[method]}(dequantize=True))"
@@ -52,7 +52,7 @@ def remedy(method: str, name: str | Path) -> str:
 
 
 def saved_in_memory(method: str) -> bool:
-    """Whether ``save_original_format=False`` writes packed weights right."""
+    """Say whether ``save_original_format=False`` writes packed weights right."""
     return method in _AS_LOADED
 
 

@@ -95,7 +95,7 @@ def forward_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, i
 
 
 def vit_s_costs() -> dict[str, VitCost]:
-    """The paper's ViT-S, dense and with every router of the paper.
+    """Return the paper's ViT-S, dense and with every router of the paper.
 
     Beside their routers the models are one: the linear one is counted whole, of the others the
     routers.

@@ -7,14 +7,14 @@ from transformers import OlmoeConfig, OlmoeForCausalLM, Trainer, TrainingArgumen
 
 
 def stock_olmoe(**sizes: Any) -> OlmoeForCausalLM:
-    """transformers' own OLMoE; ``sizes`` are fields of OlmoeConfig."""
+    """Build transformers' own OLMoE; ``sizes`` are fields of OlmoeConfig."""
     return OlmoeForCausalLM(OlmoeConfig(**sizes))
 
 
 def one_layer(
     *, hidden_size: int, num_experts: int, top_k: int, intermediate_size: int = 8
 ) -> OlmoeForCausalLM:
-    """transformers' OLMoE with one layer and few words, for its experts or its router."""
+    """Build transformers' OLMoE with one layer and few words, for its experts or its router."""
     return stock_olmoe(
         vocab_size=8,
         hidden_size=hidden_size,
@@ -30,7 +30,7 @@ def one_layer(
 
 
 def stock_trainer(model: nn.Module, folder: str, *, cpu: bool) -> Trainer:
-    """transformers' Trainer with its defaults, writing nothing."""
+    """Build transformers' Trainer with its defaults, writing nothing."""
     options = TrainingArguments(
         output_dir=folder, report_to=[], save_strategy="no", use_cpu=cpu, disable_tqdm=True
     )

@@ -30,7 +30,7 @@ _FLOATS = {_NAMES[d]: d for d in (torch.float64, torch.float32, torch.float16, t
 
 
 class Stored(NamedTuple):
-    """One tensor in a file: ``size`` bytes from ``start``."""
+    """Tensor in a file: ``size`` bytes from ``start``."""
 
     file: Path
     dtype: str
@@ -92,7 +92,7 @@ def described(tensor: Stored | Tensor) -> tuple[str, tuple[int, ...], int]:
 
 
 def pieces(tensor: Stored | Tensor) -> Iterator[memoryview | bytes]:
-    """The bytes of a tensor, some megabytes at a time."""
+    """Return the bytes of a tensor, some megabytes at a time."""
     if isinstance(tensor, Tensor):
         numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         yield from (numbers[i : i + _PIECE].data for i in range(0, len(numbers), _PIECE))

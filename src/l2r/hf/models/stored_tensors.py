@@ -29,14 +29,14 @@ def file_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def inner_model(model: nn.Module) -> Any:
-    """The model of transformers inside PEFT's or another wrapper; None where there is none."""
+    """Return the model of transformers inside PEFT's or another wrapper; None if there is none."""
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
 
 
 def places(
     model: nn.Module, names: Iterable[str], replaced: Collection[str] = ()
 ) -> dict[str, Tensor | None]:
-    """The model's tensors for stored ones, as ``from_pretrained`` finds them; None for no place.
+    """Find the model's tensors of stored ones, as ``from_pretrained`` does; None for no place.
 
     Without the tensors of routers of ours and of modules at the paths ``replaced``, and without
     buffers that the model makes anew, such as the frequencies of a rotary embedding.
@@ -73,6 +73,6 @@ def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_narrower(own: Tensor, stored: torch.dtype) -> bool:
-    """Whether values of the floating-point type ``stored`` are rounded in ``own``."""
+    """Say whether values of the floating-point type ``stored`` are rounded in ``own``."""
     both = own.is_floating_point() and stored.is_floating_point
     return both and torch.promote_types(own.dtype, stored) != own.dtype

@@ -51,7 +51,7 @@ _NORM = ".gate.norm.weight"
 
 
 def _sparing_routers(transform: Any) -> Any:
-    """The same, but for a norm inside a router: some families rename every ``norm``."""
+    """Return the same, but for a norm inside a router: some families rename every ``norm``."""
     match = transform.compiled_sources.search(_NORM)
     if match is None or match.start() < _NORM.index(".norm"):
         return transform

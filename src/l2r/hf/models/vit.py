@@ -23,14 +23,14 @@ from transformers.utils.output_capturing import OutputRecorder
 from l2r.errors import InputError
 from l2r.hf.models.auto_entries import add_to_auto_classes
 from l2r.hf.models.card import SavesCard
-from l2r.hf.models.initialize import attach_router, reset_missing
+from l2r.hf.models.initialize import attach_router, reset_missing, tell_initialized
 from l2r.hf.models.opening import NeedsPackage
 from l2r.hf.models.transformers_tables import share_adapters, share_names, share_preparation
 from l2r.hf.models.weight_files import read_weights
 from l2r.moe import Experts, MoELayer
 from l2r.routers import Router, RouterConfig
 from l2r.routers.base import truncated_normal
-from l2r.routers.vision_defaults import vision_router
+from l2r.routers.defaults import vision_router
 
 
 class L2rViTConfig(NeedsPackage, ViTConfig):
@@ -106,6 +106,7 @@ class _MoEWeights(SavesCard):
                     nn.init.zeros_(bias)
         else:
             ViTPreTrainedModel._init_weights(self, module)
+        tell_initialized(module)
 
 
 class L2rViTModel(_MoEWeights, ViTModel):

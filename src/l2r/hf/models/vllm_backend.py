@@ -1,4 +1,4 @@
-"""What vLLM's Transformers backend takes for granted of a model, and some families have not.
+"""Assumptions of vLLM's Transformers backend that some families break.
 
 It gives every layer's attention the heads of the configuration, and computes all experts by a
 kernel of its own. A model that is otherwise runs there too: its answers are wrong, and nothing says
@@ -56,7 +56,7 @@ def _heads(module: nn.Module, text: Any) -> Iterator[tuple[str, str]]:
 
 
 def _experts(path: str, module: nn.Module) -> Iterator[tuple[str, str]]:
-    """What the backend computes in stacked experts, and what these do instead."""
+    """Say what the backend computes in stacked experts, and what these do instead."""
     weights = list(module.parameters(recurse=False))
     if path.rpartition(".")[2] != "experts" or not weights or any(w.ndim != 3 for w in weights):
         return  # of another form, which it leaves to the model or finds out itself

@@ -26,6 +26,7 @@ from transformers.utils import (
 )
 
 from l2r.errors import InputError
+from l2r.files.reading import indexed_files, read_json, refuse_other_folders
 from l2r.hf.models.layouts import (
     check_blocks,
     check_layout,
@@ -35,7 +36,6 @@ from l2r.hf.models.layouts import (
     unpack_before_calls,
 )
 from l2r.hf.models.opening import CODE, config_with_code
-from l2r.runs.reading import indexed_files, read_json, refuse_other_folders
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -48,11 +48,12 @@ _COUNTS = (  # 0 in models that have none
 # in seconds. Token ids, widths and positions are none of them.
 _LAYER = re.compile(r"(^|_)(layers?|depths?|blocks|stages)$|^n(um)?_(\w+_)?layers")
 _COUNT = re.compile(rf"{_LAYER.pattern}|(^|_)(labels|experts|heads|codebooks|groups?)$")
-_MOST_LAYERS, _MOST_ENTRIES = 2_000, 1_000_000
+_MAX_LAYERS, _MAX_ENTRIES = 2_000, 1_000_000
 # Numbers of config.json's model to one in the files. A tied matrix is stored once and may be
 # counted twice; quantized files pack up to 16 parameters into an int32.
 _TIED, _PACKED = 2, 16
-_SPARE = 10**8  # below 400 MB more, loading goes on, so that the message names what is missing
+# Below 400 MB more, loading goes on, so that the message names what is missing.
+_MAX_MISSING = 10**8
 _BUFFERS = 10**9
 _EXPERT = re.compile(r"(.+\.experts\.)(\d+)(\..+)")
 _SHOWN = 3
@@ -67,7 +68,7 @@ def read_weights(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Any:
-    """The model in ``folder``, built by ``architecture``: an Auto class or a class of transformers.
+    """Load the model in ``folder`` by ``architecture``, an Auto class or a class of transformers.
 
     ``optional`` are parts of names that may be missing, and then are drawn at random, or left over.
     ``options`` go to ``from_pretrained``; ``trust_remote_code`` is for Auto classes. Raises
@@ -114,7 +115,7 @@ def read_weights(
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """The configuration in a folder, whose sizes are compared with the files of weights first.
+    """Read the configuration in a folder, after comparing its sizes with the files of weights.
 
     transformers makes lists and modules by their number: 10**9 layers would take minutes and all
     memory. Raises ValueError for a size that is too small or that the files cannot hold.
@@ -201,14 +202,14 @@ def _check_fields(fields: Mapping[str, Any], shapes: Shapes) -> None:
         **dict.fromkeys(_COUNTS, (0, numbers, "numbers")),
     }
     for part in (fields, *(part for part in fields.values() if isinstance(part, dict))):
-        for field, (least, most, unit) in stored.items():
+        for field, (low, high, unit) in stored.items():
             value = part.get(field)
             if not isinstance(value, int) or not shapes:
                 continue
-            if value < least:
-                raise InputError(f"{field} must be >= {least}; got {value}")
-            if value > most:
-                raise InputError(f"{field} must be <= {most:,}, the {unit} stored; got {value}")
+            if value < low:
+                raise InputError(f"{field} must be >= {low}; got {value}")
+            if value > high:
+                raise InputError(f"{field} must be <= {high:,}, the {unit} stored; got {value}")
     _check_counts("", fields)
 
 
@@ -218,18 +219,18 @@ def _check_counts(name: str, value: Any) -> None:
         for key, part in value.items():
             _check_counts(key, part)
     elif isinstance(value, list):
-        if len(value) > _MOST_ENTRIES:
-            raise InputError(f"{name} must have <= {_MOST_ENTRIES:,} entries; got {len(value)}")
+        if len(value) > _MAX_ENTRIES:
+            raise InputError(f"{name} must have <= {_MAX_ENTRIES:,} entries; got {len(value)}")
         for part in value:
             _check_counts(name, part)
     elif isinstance(value, int) and _COUNT.search(name):
-        most = _MOST_LAYERS if _LAYER.search(name) else _MOST_ENTRIES
-        if value > most:
-            raise InputError(f"{name} must be <= {most:,}; got {value}")
+        limit = _MAX_LAYERS if _LAYER.search(name) else _MAX_ENTRIES
+        if value > limit:
+            raise InputError(f"{name} must be <= {limit:,}; got {value}")
 
 
 def on_meta(architecture: Any, config: Any, *, trust_remote_code: bool = False) -> Any:
-    """The model of a configuration, built without memory for its weights."""
+    """Return the model of a configuration, built without memory for its weights."""
     with torch.device("meta"):
         if hasattr(architecture, "from_config"):  # an Auto class
             options = {"trust_remote_code": trust_remote_code}
@@ -244,7 +245,7 @@ def _check_parameters(
     model = on_meta(architecture, config, trust_remote_code=trust_remote_code)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     packed = getattr(config, "quantization_config", None) is not None
-    if parameters > _SPARE + _numbers(shapes) * _TIED * (_PACKED if packed else 1):
+    if parameters > _MAX_MISSING + _numbers(shapes) * _TIED * (_PACKED if packed else 1):
         raise InputError(
             f"config.json describes {parameters:,} parameters, and the files hold "
             f"{_numbers(shapes):,} numbers"
@@ -296,7 +297,7 @@ def uneven_experts(shapes: Shapes) -> list[str]:
 
 
 def named(names: Sequence[str]) -> str:
-    """The first three of some names, and how many more there are."""
+    """Return the first three of some names, and how many more there are."""
     others = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{others}"
 

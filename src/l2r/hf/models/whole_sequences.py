@@ -13,9 +13,9 @@ AttentionInterface.register(_NAME, sdpa_attention_forward)
 
 @contextmanager
 def reading_whole_sequences(model: Any) -> Iterator[None]:
-    """Inside, ``model`` gets rows of tokens without padding, each one sequence, without a cache.
+    """Tell ``model`` that rows are whole sequences, without padding or a cache, inside the block.
 
-    To learn as much, transformers reads positions back from the device in every forward pass.
+    Otherwise transformers copies position_ids to the CPU every step.
     """
     config = getattr(model, "module", model).config
     if getattr(config, "_attn_implementation", None) != "sdpa":

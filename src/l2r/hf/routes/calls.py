@@ -1,10 +1,12 @@
-"""Which tokens of which sequences a call of a model reads: padded, packed, step by step.
+"""Calls of a model: which tokens they read, and the rows of routes that their routers take.
 
-Shape letters: B rows of a batch, W its columns, T = B * W inputs of a router, S sequences.
+Shape letters: B rows of a batch, W its columns, T = B * W inputs of a router, S sequences, N
+experts, K experts chosen per token, R rows of the routes.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,12 +16,16 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from l2r.errors import InputError
-from l2r.hf.routes.layers import unwrapped_model
+from l2r.hf.routes.layers import check_weighable
+from l2r.hf.routes.routes import NO_ROUTE, Routes
+from l2r.hf.swap.sites import Site
+from l2r.routers import Router
+from l2r.routers.observe import routed, unwrapped_model
 
 PADDING = -1  # number of the sequence of an input that is no token
 
 
-class Inputs(NamedTuple):
+class CallInputs(NamedTuple):
     """Shape of a call. columns: None where the inputs are images. mask [B, W]: where there are
     tokens, those of the cache first, None for all. packed: lengths of the sequences, where
     ``position_ids`` tell several in a row. past: tokens in the cache. grows: later calls may
@@ -34,14 +40,14 @@ class Inputs(NamedTuple):
     grows: bool
 
 
-class Places(NamedTuple):
+class TokenPlaces(NamedTuple):
     """sequence [T] and token [T] that each input of a router is; PADDING for no token."""
 
     sequence: Int[np.ndarray, " T"]
     token: Int[np.ndarray, " T"]
 
 
-def read_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
+def read_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallInputs:
     """Shape of a call from its arguments.
 
     Raises ValueError for a call without tensors and for a mask that is not [rows, columns].
@@ -71,7 +77,7 @@ def read_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         starts[:, 0] = True
         if starts[:, 1:].any():
             packed = np.diff(np.flatnonzero(starts), append=starts.size)
-    return Inputs(rows, columns, tokens, packed, past, grows)
+    return CallInputs(rows, columns, tokens, packed, past, grows)
 
 
 class Calls:
@@ -84,8 +90,8 @@ class Calls:
         self._columns = 0  # that the last call's rows have in the cache
         self._tokens = np.zeros(0, np.int64)  # the same without padding, by row
 
-    def continues(self, inputs: Inputs) -> bool:
-        """Whether a call goes on with the last one's sequences.
+    def continues(self, inputs: CallInputs) -> bool:
+        """Say whether a call goes on with the last one's sequences.
 
         Raises ValueError for a cache that no call before has filled.
         """
@@ -99,7 +105,7 @@ class Calls:
             )
         return True
 
-    def go_on(self, inputs: Inputs) -> Places:
+    def go_on(self, inputs: CallInputs) -> TokenPlaces:
         """Places of a call that continues."""
         columns = inputs.columns or 0
         past = inputs.past
@@ -119,7 +125,7 @@ class Calls:
             return _all_places(self._first, before, columns)
         return _places(new, self._first, before)
 
-    def begin(self, inputs: Inputs, columns: int) -> Places:
+    def begin(self, inputs: CallInputs, columns: int) -> TokenPlaces:
         """Places of a call with a new sequence in every row.
 
         Raises ValueError for a mask of another shape.
@@ -137,16 +143,16 @@ class Calls:
             return _all_places(self._first, before, columns)
         return _places(tokens, self._first, before)
 
-    def begin_packed(self, lengths: Int[np.ndarray, " S"]) -> Places:
+    def begin_packed(self, lengths: Int[np.ndarray, " S"]) -> TokenPlaces:
         """Places of a call with new sequences one after another, which no call continues."""
         sequence = np.repeat(np.arange(len(lengths)), lengths)
         first = np.cumsum(lengths) - lengths
-        places = Places(self.sequences + sequence, np.arange(len(sequence)) - first[sequence])
+        places = TokenPlaces(self.sequences + sequence, np.arange(len(sequence)) - first[sequence])
         self.sequences += len(lengths)
         self._rows = 0
         return places
 
-    def _remember(self, inputs: Inputs, columns: int, tokens: Int[np.ndarray, " B"]) -> None:
+    def _remember(self, inputs: CallInputs, columns: int, tokens: Int[np.ndarray, " B"]) -> None:
         self._rows, self._columns, self._tokens = inputs.rows, columns, tokens
 
 
@@ -154,20 +160,22 @@ def _counts(tokens: Bool[np.ndarray, "B W"] | None, columns: int) -> Int[np.ndar
     return columns if tokens is None else tokens.sum(axis=1)
 
 
-def _all_places(first: int, before: Int[np.ndarray, " B"], columns: int) -> Places:
+def _all_places(first: int, before: Int[np.ndarray, " B"], columns: int) -> TokenPlaces:
     """``_places`` without padding, which is every step of a generation: a third of the time."""
     sequence = np.repeat(np.arange(first, first + len(before)), columns)
-    return Places(sequence, (before[:, None] + np.arange(columns)).reshape(-1))
+    return TokenPlaces(sequence, (before[:, None] + np.arange(columns)).reshape(-1))
 
 
-def _places(tokens: Bool[np.ndarray, "B W"], first: int, before: Int[np.ndarray, " B"]) -> Places:
+def _places(
+    tokens: Bool[np.ndarray, "B W"], first: int, before: Int[np.ndarray, " B"]
+) -> TokenPlaces:
     sequence = np.where(tokens, first + np.arange(len(tokens))[:, None], PADDING)
     token = np.where(tokens, before[:, None] + np.cumsum(tokens, axis=1) - 1, PADDING)
-    return Places(sequence.flatten(), token.flatten())
+    return TokenPlaces(sequence.flatten(), token.flatten())
 
 
 def _own_columns(mask: Any, past: int, rows: int, columns: int) -> Any:
-    """Which new columns are tokens [B, W], by a mask as generation makes it for a static cache.
+    """Find new columns that are tokens [B, W], by generation's mask for a static cache.
 
     That is [B, 1, W, length of the cache], one for each kind of layer in some families: a token
     sees itself, and padding is seen by none. Another mask is returned as it is.
@@ -216,3 +224,197 @@ def _shape(tensor: Tensor) -> tuple[int, int | None]:
     if tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point()):
         return tensor.shape[0], tensor.shape[1]
     return 1, tensor.shape[0]
+
+
+class RouteReader:
+    """Sequences of routes in their order, each read by one call and those that continue it.
+
+    A call that is not ``keep``-ed leaves them as they were.
+    """
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+        self._calls = self._next = Calls()  # before the call that runs, and after it
+        self._table = _row_table(routes)
+
+    @property
+    def remaining(self) -> int:
+        """Sequences that no call has read yet."""
+        return len(self._routes) - self._calls.sequences
+
+    def rows(self, inputs: CallInputs) -> Int[np.ndarray, " T"]:
+        """Row of the routes of each input of a call, the one after the last where it has none.
+
+        Raises ValueError where the call does not fit the sequences.
+        """
+        self._next = copy(self._calls)
+        if self._next.continues(inputs):
+            return self._rows_of(self._next.go_on(inputs))
+        return self._rows_of(self._new_places(inputs))
+
+    def keep(self) -> None:
+        """Count the sequences of the last call, which has succeeded, as read."""
+        self._calls = self._next
+
+    def _new_places(self, inputs: CallInputs) -> TokenPlaces:
+        """Places of a call with new sequences. Raises ValueError where they do not fit them."""
+        first = self._calls.sequences
+        left = self._routes.lengths[first:]
+        size = inputs.rows * (inputs.columns or 0)
+        if inputs.packed is not None:
+            count = len(inputs.packed)
+            _check_lengths(inputs.packed, left, first)
+            return self._next.begin_packed(left[:count])
+        if inputs.mask is None and not inputs.grows and not _one_a_row(inputs, left):
+            count = int(np.searchsorted(np.cumsum(left), size)) + 1
+            _check_filled(left[:count], inputs, first)
+            return self._next.begin_packed(left[:count])
+        _check_left(inputs.rows, left, first)
+        if not inputs.grows:
+            columns = inputs.columns
+            counts = np.full(inputs.rows, left[:1].sum() if columns is None else columns)
+            _check_lengths(counts if inputs.mask is None else inputs.mask.sum(axis=1), left, first)
+        return self._next.begin(inputs, inputs.columns or int(left[:1].sum()))
+
+    def _rows_of(self, places: TokenPlaces) -> Int[np.ndarray, " T"]:
+        """Row of the routes of each input, the one after the last where it has none."""
+        none = len(self._routes.experts)
+        if not len(self._routes):
+            return np.full(len(places.token), none)
+        lengths = self._routes.lengths
+        inside = (places.token >= 0) & (places.token < lengths[places.sequence])
+        start = np.cumsum(lengths) - lengths
+        at = np.where(inside, start[places.sequence] + places.token, len(self._table) - 1)
+        return self._table[at]
+
+
+def _row_table(routes: Routes) -> Int[np.ndarray, " tokens"]:
+    """Row of every token of every sequence, and one more, of no token."""
+    none = len(routes.experts)
+    table = np.full(int(routes.lengths.sum()) + 1, none)
+    start = np.cumsum(routes.lengths) - routes.lengths
+    table[start[routes.sequence_of_rows] + routes.positions] = np.arange(none)
+    return table
+
+
+def _one_a_row(inputs: CallInputs, left: Int[np.ndarray, " S"]) -> bool:
+    rows, columns = inputs.rows, inputs.columns
+    return columns is None or (len(left) >= rows and bool((left[:rows] == columns).all()))
+
+
+def _check_filled(lengths: Int[np.ndarray, " S"], inputs: CallInputs, first: int) -> None:
+    """Raise ValueError unless each row of a call without a mask is whole sequences."""
+    rows, columns = inputs.rows, inputs.columns or 0
+    borders = np.arange(1, rows + 1) * columns
+    if not np.isin(borders, np.cumsum(lengths)).all() or lengths.sum() != rows * columns:
+        raise InputError(
+            f"whole sequences must fill the rows of a call without padding, {rows} of {columns} "
+            f"tokens; from number {first} on they have {lengths.tolist()!s:.60} tokens. Pass a "
+            "2-D attention_mask where there is padding; what was sampled last has no route, see "
+            "Routes.extended"
+        )
+
+
+def _check_lengths(counts: Int[np.ndarray, " B"], left: Int[np.ndarray, " S"], first: int) -> None:
+    """Raise ValueError unless the sequences of a call have as many tokens as in the routes."""
+    _check_left(len(counts), left, first)
+    for number, (count, length) in enumerate(zip(counts, left, strict=False), start=first):
+        if count != length:
+            raise InputError(
+                f"a sequence must have as many tokens as its routes; sequence {number} has "
+                f"{count} in the call and {length} in the routes. What was sampled last has no "
+                "route, see Routes.extended"
+            )
+
+
+def _check_left(count: int, left: Int[np.ndarray, " S"], first: int) -> None:
+    if len(left) < count:
+        raise InputError(
+            f"a call reads {count} sequences; {len(left)} of the routes' {first + len(left)} are "
+            "left"
+        )
+
+
+def with_no_route_row(values: np.ndarray) -> Tensor:
+    """Append a row of NO_ROUTE to a tensor."""
+    none = np.full((1, *values.shape[1:]), NO_ROUTE, values.dtype)
+    return torch.from_numpy(np.concatenate([values, none]))
+
+
+class RouteRows(NamedTuple):
+    """Row of the routes of each input of a call; complete: every input has a route."""
+
+    of: Int[Tensor, " T"]
+    complete: bool
+
+
+ReadRows = Callable[[int], RouteRows | None]  # of a call with so many inputs; None: not replayed
+
+
+def gathers(site: Site) -> bool:
+    """Say whether a router weighs given experts in the call that makes the logits."""
+    router = site.router
+    ours = isinstance(router, Router) and type(router).forward is Router.forward
+    return ours and site.selection.fused
+
+
+def gathering(site: Site, experts: Tensor, recorded: None, read_rows: ReadRows) -> Any:
+    """Make a forward for which ``gathers`` holds; tokens without a route choose in its call."""
+    del recorded
+    forward = site.router.forward
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs["x"]
+        rows = read_rows(x.shape[:-1].numel())
+        if rows is None:
+            return forward(*args, **kwargs)
+        chosen = experts.to(x.device).index_select(0, rows.of.to(x.device)).to(torch.int64)
+        given = kwargs.pop("routes", None)  # of a block that was opened later
+        if given is not None:
+            chosen = torch.where(given[:, :1] == NO_ROUTE, chosen, given)
+        return forward(*args, **kwargs, routes=chosen)
+
+    return gather
+
+
+def taking(site: Site, experts: Tensor, recorded: Tensor | None, read_rows: ReadRows) -> Any:
+    """Return the forward of any router, which chooses first; what it chose is replaced.
+
+    ``recorded`` [R, K] are weights to take too.
+    """
+    router, forward, selection = site.router, site.router.forward, check_weighable(site)
+
+    def take(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        logits, own_weights, own = routed(router, output)
+        rows = read_rows(own.shape[0])
+        if rows is None:
+            return output
+        at = rows.of.to(own.device)
+        chosen = experts.to(own.device).index_select(0, at).to(own.dtype)
+        unrouted = None if rows.complete else chosen[:, :1] == NO_ROUTE
+        if unrouted is not None:
+            chosen = torch.where(unrouted, own, chosen)
+        if recorded is not None:
+            weighed = recorded.to(own.device).index_select(0, at).to(own_weights.dtype)
+            if unrouted is not None:
+                weighed = torch.where(unrouted, own_weights, weighed)
+        elif _known_equal(chosen, own):
+            return output
+        else:
+            # Weights of the router itself where it chose the same: equal to the bit.
+            same = (chosen == own).all(dim=1, keepdim=True)
+            live = selection.weigh(router, logits, chosen).to(own_weights.dtype)
+            weighed = torch.where(same, own_weights, live)
+        values = (logits, weighed, chosen)
+        return type(output)(*values) if hasattr(output, "_fields") else values
+
+    return take
+
+
+def _known_equal(chosen: Tensor, own: Tensor) -> bool:
+    """Say whether both are equal if that is cheap to know: no graph break, no device read.
+
+    Most steps of one token are; the rest of a replay takes longer than the comparison.
+    """
+    return not torch.compiler.is_compiling() and chosen.is_cpu and torch.equal(chosen, own)

@@ -1,4 +1,4 @@
-"""Which model and which tokenizer a route belongs to."""
+"""Fingerprint of the model and the tokenizer that a route belongs to."""
 
 import hashlib
 import json
@@ -81,7 +81,7 @@ class Fingerprint:
 
 
 def _compared(name: str, value: Any) -> Any:
-    """A swap keeps the experts and their numbers, so routes of both sides are about the same."""
+    """Return a field to compare: of a model type the stock one, since a swap keeps the experts."""
     return stock_type(value) if name == "model_type" else value
 
 

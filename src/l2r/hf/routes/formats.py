@@ -20,10 +20,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from l2r.errors import InputError
-from l2r.hf.routes.array_checks import NO_ROUTE
+from l2r.files.arrays import parse_npy
 from l2r.hf.routes.fingerprint import Fingerprint
-from l2r.hf.routes.routes import Routes, Side
-from l2r.runs.arrays import parse_npy
+from l2r.hf.routes.routes import NO_ROUTE, Routes, Side
 
 _TOKEN_COUNTS = ("prompt_tokens", "completion_tokens")
 
@@ -259,7 +258,7 @@ def _to_engine(routes: Routes, kind: np.dtype[Any]) -> list[np.ndarray]:
 def all_layers(
     experts: Int[np.ndarray, "T L K"], fingerprint: Fingerprint
 ) -> Int[np.ndarray, "T H K"]:
-    """The same with zeros for hidden layers without a router.
+    """Return the same with zeros for hidden layers without a router.
 
     Raises ValueError where the fingerprint lacks ``hidden_layers``.
     """

@@ -11,6 +11,7 @@ from l2r.errors import InputError
 from l2r.hf.routes.fingerprint import Fingerprint, tokenizer_digest
 from l2r.hf.swap.rules import Unmatched
 from l2r.hf.swap.sites import Site, find_sites, router_sites
+from l2r.routers.observe import unwrapped_model
 from l2r.routers.selection_rule import Selection
 
 # PEFT keeps a module and its trained copy, of which one runs.
@@ -78,7 +79,7 @@ def fingerprint_of(
 
 
 def check_weighable(site: Site) -> Selection:
-    """Selection of a site. Raises ValueError where it cannot weigh experts of another's choice."""
+    """Return a site's selection. Raises ValueError if it cannot weigh experts chosen elsewhere."""
     selection = site.selection
     if isinstance(selection, Unmatched):
         raise InputError(f"cannot replay {type(site.router).__name__}: {selection.reason}")
@@ -86,12 +87,3 @@ def check_weighable(site: Site) -> Selection:
     if kind.__call__ is not Selection.__call__ and kind.weigh is Selection.weigh:
         raise InputError(f"{kind.__name__} must define weigh(router, logits, indices) to replay")
     return selection
-
-
-def unwrapped_model(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and torch.compile's wrapper."""
-    for name in ("_orig_mod", "module"):
-        inner = getattr(model, name, None)
-        if isinstance(inner, nn.Module) and next(model.children()) is inner:
-            return unwrapped_model(inner)
-    return model

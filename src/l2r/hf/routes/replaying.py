@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal
 
 import numpy as np
@@ -12,17 +12,24 @@ from torch import nn
 
 from l2r.errors import InputError
 from l2r.hf.models.layouts import unpack_before_calls
-from l2r.hf.routes.backward_pass import in_backward, next_number, outside_of_graphs, running_number
-from l2r.hf.routes.calls import read_inputs
+from l2r.hf.routes.backward_pass import next_number, outside_of_graphs, running_number
+from l2r.hf.routes.calls import (
+    RouteReader,
+    RouteRows,
+    gathering,
+    gathers,
+    read_inputs,
+    taking,
+    with_no_route_row,
+)
 from l2r.hf.routes.layers import (
     RoutedLayer,
     fingerprint_of,
     routed_layers,
 )
-from l2r.hf.routes.route_rows import Reading, with_none
 from l2r.hf.routes.routes import Routes
-from l2r.hf.routes.taken import Rows, gathering, gathers, taking
 from l2r.hf.swap.sites import Site, modules_by_path
+from l2r.kernels.tracing import in_backward
 from l2r.routers.temporary import removing, replaced
 
 Weights = Literal["live", "recorded"]
@@ -44,11 +51,11 @@ class Replay:
         layers = routed_layers(model)
         routes.fingerprint.check(fingerprint_of(model, tokenizer, layers=layers))
         self._routes = routes
-        self._reading = Reading(routes)
-        self._rows: Rows | None = None  # of the call that runs
+        self._reading = RouteReader(routes)
+        self._rows: RouteRows | None = None  # of the call that runs
         self._caller = 0  # thread of the running call
         self._first_node = 0
-        self._spans: list[tuple[range, Rows]] = []  # nodes of the graph of a call, its rows
+        self._spans: list[tuple[range, RouteRows]] = []  # nodes of the graph of a call, its rows
         self._running = threading.RLock()
         self._device = next(layers[0].sites[0].router.parameters()).device
         self._forwards = {
@@ -90,7 +97,7 @@ class Replay:
         self._caller = threading.get_ident()
         rows = self._reading.rows(read_inputs(model, args, kwargs))
         complete = bool((rows < len(self._routes.experts)).all())
-        self._rows = Rows(torch.from_numpy(rows).to(self._device), complete)
+        self._rows = RouteRows(torch.from_numpy(rows).to(self._device), complete)
         self._first_node = next_number()
 
     @outside_of_graphs
@@ -108,7 +115,7 @@ class Replay:
         self._rows = None
 
     @contextmanager
-    def during(self, rows: Rows) -> Iterator[None]:
+    def during(self, rows: RouteRows) -> Iterator[None]:
         """Run a part of a call again, in the backward pass, inside the ``replay`` block or after.
 
         One at a time: the backward pass has a thread for each device.
@@ -128,14 +135,14 @@ class Replay:
         self, place: int, layer: RoutedLayer, site: Site, weights: Weights
     ) -> Callable[..., Any]:
         small = np.int16 if self._routes.fingerprint.num_experts <= 1 << 15 else np.int32
-        experts = with_none(self._routes.experts[:, place].astype(small)).to(self._device)
+        experts = with_no_route_row(self._routes.experts[:, place].astype(small)).to(self._device)
         if weights == "recorded" and self._routes.weights is not None:
-            recorded = with_none(self._routes.weights[:, place]).to(self._device)
+            recorded = with_no_route_row(self._routes.weights[:, place]).to(self._device)
             return taking(site, experts, recorded, partial(self._rows_of, layer.layer))
         take = gathering if gathers(site) else taking
         return take(site, experts, None, partial(self._rows_of, layer.layer))
 
-    def _rows_of(self, layer: int, tokens: int) -> Rows | None:
+    def _rows_of(self, layer: int, tokens: int) -> RouteRows | None:
         """Rows of the routes of a router's call with so many inputs; None where it is its own."""
         rows = self._rows
         if rows is None:
@@ -148,8 +155,9 @@ class Replay:
         return rows
 
     def _carrying(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """A checkpointing function whose recomputation has the rows of its forward."""
+        """Return a checkpointing function whose recomputation has the rows of its forward."""
 
+        @wraps(checkpoint)  # those who ask whether it is reentrant find it
         def carrying(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             rows = self._rows
             if rows is None or torch.compiler.is_compiling():  # its graph has the rows
@@ -164,7 +172,7 @@ class Replay:
         return carrying
 
     @outside_of_graphs
-    def _recomputed_rows(self, layer: int) -> Rows | None:
+    def _recomputed_rows(self, layer: int) -> RouteRows | None:
         """Rows of the call whose backward pass runs; None for one from before the block."""
         if in_backward():
             number = running_number()

@@ -1,29 +1,26 @@
-"""Routes: the experts that every token chose in every layer, by sequence.
+"""Routes: the experts that every token chose in every layer, by sequence; their checks and files.
 
 Shape letters: T tokens with a route, S sequences, W width of a padded batch, L layers with a
 router, K experts chosen per token.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as to_bytes
 from torch import Tensor
 
 from l2r.errors import InputError
-from l2r.hf.routes.array_checks import (
-    NO_ROUTE,
-    check_experts,
-    check_positions,
-    check_whole_routes,
-    whole_numbers,
-)
-from l2r.hf.routes.files import read_arrays, write_arrays
+from l2r.files.atomic import write_bytes
+from l2r.files.reading import parse_json, refuse_endless
 from l2r.hf.routes.fingerprint import Fingerprint
 
 Side = Literal["left", "right"]
@@ -109,11 +106,11 @@ class Routes:
         return np.concatenate([[0], np.cumsum(self.counts)])
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return len(self.lengths)
 
     def __iter__(self) -> Iterator["Routes"]:
-        """One sequence after another."""
+        """Iterate over the sequences."""
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, key: int | slice | Sequence[int]) -> "Routes":
@@ -128,7 +125,7 @@ class Routes:
         )
 
     def __eq__(self, other: object) -> bool:
-        """Whether all is equal: experts in their order, sequences, fingerprint and weights."""
+        """Say whether all is equal: experts in their order, sequences, fingerprint and weights."""
         if not isinstance(other, Routes):
             return NotImplemented
         pairs = [(getattr(self, name), getattr(other, name)) for name in _ARRAYS]
@@ -148,7 +145,7 @@ class Routes:
         )
 
     def extended(self, tokens: int = 1) -> "Routes":
-        """The same with ``tokens`` more at the end of every sequence, which have no route.
+        """Return the same with ``tokens`` more at the end of every sequence, which have no route.
 
         What is sampled last is never forwarded and has no route; training reads it all the same.
         Raises ValueError for a negative number.
@@ -158,7 +155,7 @@ class Routes:
         return replace(self, lengths=self.lengths + tokens)
 
     def truncated(self, length: int) -> "Routes":
-        """The first ``length`` tokens of every sequence. Raises ValueError for a negative one."""
+        """Keep the first ``length`` tokens of every sequence. Raises ValueError if negative."""
         if length < 0:
             raise InputError(f"length must be >= 0; got length={length}")
         rows = np.flatnonzero(self.positions < length)
@@ -209,7 +206,7 @@ class Routes:
 
     @classmethod
     def from_padded(cls, experts: Tensor, mask: Tensor, fingerprint: Fingerprint) -> "Routes":
-        """The inverse of ``padded``: experts [S, W, L, K], -1 for a token without a route, and
+        """Invert ``padded``: experts [S, W, L, K], -1 for a token without a route, and
         the mask [S, W] of tokens. Raises ValueError for other shapes and for a token with -1 in
         some places only.
         """
@@ -296,3 +293,127 @@ class Routes:
         sequence = self.sequence_of_rows
         rows[sequence, start[sequence] + self.positions] = np.arange(len(self.experts))
         return rows, mask
+
+
+NO_ROUTE = -1  # in padded arrays: the token chooses for itself
+
+
+def whole_numbers(name: str, values: Any) -> Int[np.ndarray, " S"]:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size) or (array < 0).any():
+        raise InputError(
+            f"{name} must be a list of whole numbers >= 0; "
+            f"got {array.dtype} of shape {list(array.shape)}"
+        )
+    return array.astype(np.int64)
+
+
+def check_positions(
+    positions: Int[np.ndarray, " T"], counts: Int[np.ndarray, " S"], lengths: Int[np.ndarray, " S"]
+) -> None:
+    total = int(counts.sum())
+    if len(positions) != total:
+        raise InputError(f"positions must be {total}, one per route; got {len(positions)}")
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    falls = (np.diff(positions) <= 0) & (np.diff(sequence) == 0)
+    if falls.any() or (positions >= lengths[sequence]).any():
+        raise InputError(
+            "positions must rise within each sequence and lie below its length; "
+            f"got positions={positions.tolist()!s:.60}"
+        )
+
+
+def check_whole_routes(
+    experts: Int[np.ndarray, "S W L K"], tokens: Bool[np.ndarray, "S W"], fingerprint: Fingerprint
+) -> None:
+    none = experts == NO_ROUTE
+    part = tokens & none.any(axis=(2, 3)) & ~none.all(axis=(2, 3))
+    if part.any():
+        sequence, column = (int(i) for i in np.argwhere(part)[0])
+        token = int(tokens[sequence, :column].sum())
+        layer = int(none[sequence, column].any(axis=1).argmax())
+        raise InputError(
+            "the experts of a token in all layers must all be -1, or none of them; "
+            f"got {experts[sequence, column, layer].tolist()} of sequence {sequence}, "
+            f"token {token}, layer {fingerprint.layers[layer]}"
+        )
+
+
+def check_experts(experts: Int[np.ndarray, "T L K"], fingerprint: Fingerprint) -> None:
+    outside = (experts < 0) | (experts >= fingerprint.num_experts)
+    if outside.any():
+        token, layer, _ = (int(i) for i in np.argwhere(outside)[0])
+        raise InputError(
+            f"experts must be between 0 and {fingerprint.num_experts - 1}; "
+            f"got {experts[token, layer].tolist()} of token {token}, "
+            f"layer {fingerprint.layers[layer]}"
+        )
+    ordered = np.sort(experts, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+    if twice.any():
+        token, layer = (int(i) for i in np.argwhere(twice)[0])
+        raise InputError(
+            f"a token must choose different experts; got {experts[token, layer].tolist()} "
+            f"of token {token}, layer {fingerprint.layers[layer]}"
+        )
+
+
+_FORMAT = "l2r-routes-1"
+
+
+def write_arrays(
+    path: Path,
+    arrays: Mapping[str, np.ndarray | None],
+    fingerprint: str,
+    rows: Iterable[Int[Tensor, " S"]] | None = None,
+) -> None:
+    """Write a file whole or not at all; arrays that are None are left out.
+
+    rows: token ids of each sequence, of which the file gets a digest.
+    """
+    there = {name: np.ascontiguousarray(a) for name, a in arrays.items() if a is not None}
+    metadata = {"format": _FORMAT, "fingerprint": fingerprint}
+    if rows is not None:
+        metadata["tokens"] = _digest(rows)
+    write_bytes(path, to_bytes(there, metadata))
+
+
+def check_tokens(path: Path, rows: Iterable[Int[Tensor, " S"]]) -> bool:
+    """Say whether a file of routes has a digest of its tokens, which is then that of these rows.
+
+    Raises ValueError where it is of other token ids.
+    """
+    with safe_open(path, framework="np") as file:
+        recorded = (file.metadata() or {}).get("tokens")
+    if recorded is not None and recorded != (digest := _digest(rows)):
+        raise InputError(
+            f"routes are of other tokens: {path} has the digest {recorded:.16}, the text that is "
+            f"read {digest:.16}; use the same text, tokenizer, instances and length"
+        )
+    return recorded is not None
+
+
+def _digest(rows: Iterable[Int[Tensor, " S"]]) -> str:
+    """sha256 of the token ids of all rows in order, as little-endian int64."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(row.cpu().numpy().astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def read_arrays(
+    path: Path, needed: tuple[str, ...], optional: tuple[str, ...]
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Arrays by name, and the fingerprint's fields. Raises ValueError or OSError."""
+    refuse_endless(path)
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata, names = file.metadata() or {}, set(file.keys())
+            if metadata.get("format") != _FORMAT:
+                raise InputError(f"format must be {_FORMAT!r}; got {metadata.get('format')!r:.40}")
+            if not names.issuperset(needed):
+                raise InputError(f"arrays must be {', '.join(needed)}; got {sorted(names)!s:.80}")
+            arrays = {n: file.get_tensor(n) for n in (*needed, *optional) if n in names}
+    except SafetensorError as error:
+        raise InputError(f"it is no whole safetensors file ({error})") from error
+    return arrays, parse_json(metadata.get("fingerprint", "").encode())

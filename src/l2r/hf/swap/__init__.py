@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 from l2r.imports import lazy_names
 
 if TYPE_CHECKING:
+    from l2r.hf.swap.balancing import BiasBalancing as BiasBalancing
+    from l2r.hf.swap.balancing import bias_balancing as bias_balancing
+    from l2r.hf.swap.balancing import moves_biases as moves_biases
     from l2r.hf.swap.families import FAMILIES as FAMILIES
     from l2r.hf.swap.families import family_of as family_of
-    from l2r.hf.swap.preferred import preferred_router as preferred_router
     from l2r.hf.swap.rules import Unmatched as Unmatched
     from l2r.hf.swap.sharding import shard_routers as shard_routers
     from l2r.hf.swap.sites import Site as Site
     from l2r.hf.swap.sites import find_sites as find_sites
-    from l2r.hf.swap.sites import layer_index as layer_index
     from l2r.hf.swap.sites import new_router as new_router
+    from l2r.hf.swap.sites import observed_sites as observed_sites
     from l2r.hf.swap.sites import place_router as place_router
     from l2r.hf.swap.sites import router_sites as router_sites
     from l2r.hf.swap.sites import running_sites as running_sites
@@ -35,5 +37,7 @@ if TYPE_CHECKING:
     from l2r.hf.swap.trainable import freeze_routers as freeze_routers
     from l2r.hf.swap.trainable import train_routers_only as train_routers_only
     from l2r.hf.swap.trainable import trainable_parameters as trainable_parameters
+    from l2r.routers.defaults import preferred_router as preferred_router
+    from l2r.routers.observe import layer_index as layer_index
 else:
     __getattr__, __dir__ = lazy_names(__name__, "lm")

@@ -32,7 +32,7 @@ _OWN_CLASSES: dict[str, Any] = {
 
 @cache
 def config_class(model_type: str) -> Any:
-    """The configuration class of a model type of ours, registered with all its models.
+    """Return the configuration class of a model type of ours, registered with all its models.
 
     Raises KeyError for a name that is not that of a model type of ours.
     """
@@ -56,7 +56,7 @@ def config_class(model_type: str) -> Any:
 
 
 def swapped_architecture(name: str) -> Any:
-    """The model class by its name in config.json, ``MixtralForCausalLM`` (0.2) or with our prefix.
+    """Return the class of a name in config.json, ``MixtralForCausalLM`` (0.2) or with our prefix.
 
     Raises ValueError for a name that no class has.
     """
@@ -86,7 +86,7 @@ def _by_name(name: str) -> Any:
 
 
 def _stock_class(name: str) -> Any:
-    """The class of transformers or of ours with a name; None where there is none."""
+    """Return the class of transformers or of ours with a name; None where there is none."""
     return _OWN_CLASSES.get(name) or getattr(transformers, name, None)
 
 

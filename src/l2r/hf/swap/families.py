@@ -66,7 +66,7 @@ class Family:
     note: str = ""
 
     def selection(self, old: Any) -> Selection:
-        """Selection of an old router of this family."""
+        """Return the selection of an old router of this family."""
         return replace(self.rule(old), family=self.model_type)
 
 
@@ -162,7 +162,7 @@ RECOGNIZED: WeakKeyDictionary[Any, Family | None] = WeakKeyDictionary()
 
 
 def family_of(router: Any) -> Family | None:
-    """The family whose rule a stock router follows; None for another module.
+    """Return the family whose rule a stock router follows; None for another module.
 
     In no table are those that ``find_sites`` has recognized before.
     """
@@ -170,7 +170,7 @@ def family_of(router: Any) -> Family | None:
 
 
 def is_of_family(router: Any, path: str) -> bool:
-    """Whether a module, at a path of its model, is a router of text of a family in the table."""
+    """Say whether a module at a path of its model is a text router of a family in the table."""
     return _class_name(router) in FAMILY_OF_ROUTER and reads_text(path)
 
 

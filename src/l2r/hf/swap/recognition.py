@@ -29,7 +29,7 @@ from l2r.routers.selection_rule import Selection
 
 _TOKENS = 64  # of a draw
 _ALL, _REAL = 4096, 2048  # tokens in all, at least, and token embeddings among them
-_FEW = 24  # draws that tell which rule is the nearest
+_NEAREST_DRAWS = 24  # draws that tell which rule is the nearest
 _SHARES = (0.3, 0.7)  # of the settings, which a draw changes at once
 _SPREADS = (0.3, 1.0)  # standard deviations of random logits
 _SHIFT = 15.0  # some tokens' logits are all lower by up to this, where sigmoids are tiny
@@ -40,7 +40,7 @@ _COUNTS = ("top_k", "num_experts_per_tok", "topk", "k", "num_selected_experts", 
 
 @dataclass(frozen=True)
 class _Contract:
-    """How a router is called, and the shapes of what it returns.
+    """Calling convention of a router, and the shapes of what it returns.
 
     weight: path of its [N, D] matrix. top_k: path of its K. flat: whether it takes [T, D], not
     [1, T, D]. takes_bias: whether its block passes it a selection bias.
@@ -56,7 +56,7 @@ class _Contract:
 
 @dataclass(frozen=True)
 class _Draw:
-    """What a copy of a router is given: random tensors, and settings that differ from its own.
+    """Random tensors, and settings that differ from its own, for a copy of a router.
 
     real: its own weights, and token embeddings [T, D] in place of random inputs. read: takes what
     is read from the configuration meanwhile.
@@ -82,7 +82,7 @@ class _Case:
 
 @dataclass(frozen=True)
 class _Gap:
-    """How far a rule is from a router on the tokens of a draw.
+    """Distance of a rule from a router on the tokens of a draw.
 
     other: share of the tokens with other experts. error: largest relative difference of weights,
     inf where the rule cannot read the settings. ratio: what all weights are multiplied by.
@@ -95,7 +95,7 @@ class _Gap:
 
     @property
     def closed(self) -> bool:
-        """Whether there is none, but for rounding and ties."""
+        """Say whether there is none, but for rounding and ties."""
         return self.other == 0 and self.error <= self.bound
 
 
@@ -167,7 +167,7 @@ def _refusing(reason: str) -> Callable[[Any], Selection]:
 
 
 def match_rule(router: nn.Module, contract: _Contract, embeddings: Tensor | None = None) -> Match:
-    """The first rule of the table that gives what a router gives, or what the nearest lacks."""
+    """Return the first rule of the table that matches a router, or what the nearest one lacks."""
     draws = list(_draws(router, contract, embeddings))
     tokens = sum(len(case.output.indices) for _, case in draws)
     rules = {family.rule: family for family in reversed(TABLE)}  # the first of each rule
@@ -179,7 +179,7 @@ def match_rule(router: nn.Module, contract: _Contract, embeddings: Tensor | None
     logits = draws[0][1].output.logits
     if (logits >= 0).all() and torch.allclose(logits.sum(dim=1), torch.ones(len(logits))):
         return Match(None, tokens, math.inf, "its first output is probabilities, not logits")
-    nearest = min(families, key=lambda family: _distance(family, draws[:_FEW]))
+    nearest = min(families, key=lambda family: _distance(family, draws[:_NEAREST_DRAWS]))
     rule = _with_configuration(nearest.rule)
     failed = [draw for draw, case in draws if not _gap(rule, case).closed]
     return Match(None, tokens, math.inf, _difference(router, contract, nearest, failed))
@@ -197,7 +197,7 @@ def _worst_error(family: Family, draws: Sequence[tuple[_Draw, _Case]]) -> float 
 
 
 def _distance(family: Family, draws: Sequence[tuple[_Draw, _Case]]) -> tuple[bool, int, int, float]:
-    """How far the rule of a family is from a router.
+    """Measure how far the rule of a family is from a router.
 
     Whether it differs with the router's own settings; how few settings it reads; draws that
     differ, and by how much.
@@ -211,7 +211,7 @@ def _distance(family: Family, draws: Sequence[tuple[_Draw, _Case]]) -> tuple[boo
 
 
 def _contract(router: nn.Module, block: nn.Module) -> _Contract | None:
-    """How a router is called; None where no call gives logits, weights and indices."""
+    """Find how a router is called; None if no call gives logits, weights and indices."""
     named = inspect.signature(router.forward).parameters
     needed = more_inputs(router) if named else []
     optional = [name for name in named if "bias" in name]
@@ -279,7 +279,7 @@ def _draws(
 
 
 def _is_free(name: str, value: Any, contract: _Contract) -> bool:
-    """Whether a setting may have another value: no size, and no switch of a bias that is passed."""
+    """Say whether a setting may change: no size, and no switch of a bias that is passed."""
     if type(value) is int and value in (contract.experts, contract.hidden):
         return False
     return not (contract.takes_bias and type(value) is bool and "bias" in name)
@@ -298,7 +298,7 @@ def _other(value: Any, contract: _Contract, chance: random.Random) -> Any:
 
 
 def _embedding_rows(embeddings: Tensor | None, contract: _Contract) -> Tensor | None:
-    """Some token embeddings [T, D] of unit mean square, as norms give them to routers; or None."""
+    """Return token embeddings [T, D] of unit mean square, as norms give them; or None."""
     if embeddings is None or embeddings.is_meta or not embeddings.is_floating_point():
         return None
     if isinstance(embeddings, DTensor):  # a part of them is here
@@ -311,7 +311,7 @@ def _embedding_rows(embeddings: Tensor | None, contract: _Contract) -> Tensor | 
 
 
 def _read_from_config(router: Any, contract: _Contract) -> dict[str, Any]:
-    """Settings that a router reads from its configuration when it is called, by their paths."""
+    """Find the settings that a router reads from its configuration when called, by path."""
     config = getattr(router, "config", None)
     if config is None:
         return {}
@@ -322,7 +322,7 @@ def _read_from_config(router: Any, contract: _Contract) -> dict[str, Any]:
 
 
 def _has_values(router: nn.Module) -> bool:
-    """Whether the tensors of a router are here, whole."""
+    """Say whether the tensors of a router are here, whole."""
     tensors = materialized(router).state_dict().values()
     return not any(tensor.is_meta or isinstance(tensor, DTensor) for tensor in tensors)
 
@@ -384,7 +384,7 @@ def _drawn(tensor: Tensor, contract: _Contract, draw: _Draw, generator: torch.Ge
 
 
 def _bare_copy(module: nn.Module, values: Callable[[Tensor], Tensor]) -> Any:
-    """A copy with other tensors, without hooks and replaced forwards; the rest is shared."""
+    """Return a copy with other tensors, without hooks and replaced forwards; the rest is shared."""
     bare: Any = object.__new__(type(module))
     others = ("forward", "__reduce_ex__", "_hf_hook", "_old_forward")
     own = {name: value for name, value in vars(module).items() if name not in others}
@@ -440,7 +440,7 @@ def _with_configuration(
 
 
 def _gap(rule: Callable[[Any], Selection], case: _Case) -> _Gap:
-    """How far a rule is from what a router returned."""
+    """Measure how far a rule is from what a router returned."""
     logits, weights, indices = case.output
     count = logits.shape[1]
     # Both sides sum at most N terms and round some more; twice that is between them.
@@ -491,7 +491,7 @@ def _ties(selection: Selection, case: _Case, chosen: Tensor, bound: float) -> Te
 def _difference(
     router: nn.Module, contract: _Contract, family: Family, failed: Sequence[_Draw]
 ) -> str:
-    """What differs between a router and the rule of a family, and with which settings alone."""
+    """Say what differs between a router and the rule of a family, and with which settings only."""
     rule = _with_configuration(family.rule)
 
     def gap_of(draw: _Draw) -> _Gap | None:

@@ -1,4 +1,4 @@
-"""How each family's router selects: rules that read a router's settings and give a selection.
+"""Selection rules by family: each reads a router's settings and gives a selection.
 
 A rule knows no class: it reads attributes, so that it can be tried on any router that has them
 (AttributeError where one is missing).
@@ -144,7 +144,7 @@ def openai_privacy_filter(old: Any) -> Selection:
 
 
 def _rule(read: Mapping[str, str], **fixed: Any) -> Callable[[Any], Selection]:
-    """Fixed fields of a selection, and fields that are read from attributes of the old router."""
+    """Make a rule from fixed fields of a selection and fields read from the old router."""
     return lambda old: Selection(**fixed, **{f: getattr(old, name) for f, name in read.items()})
 
 

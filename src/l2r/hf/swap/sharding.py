@@ -74,7 +74,7 @@ def _widened(value: Any) -> Any:
 
 
 def _weights_follow_states(router: nn.Module, hidden_size: int, num_experts: int) -> bool:
-    """Whether a router in bfloat16 gives weights in bfloat16: one token on the meta device."""
+    """Say whether a router in bfloat16 gives weights in bfloat16: one token on the meta device."""
     tensors = {
         name: torch.empty_like(value, device="meta", dtype=torch.bfloat16)
         for name, value in router.named_parameters()

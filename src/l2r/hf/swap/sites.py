@@ -1,6 +1,5 @@
 """Routers of a model, by layer: where they sit, and another one in the place of each."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -11,13 +10,14 @@ from transformers.utils import output_capturing
 
 from l2r.errors import InputError
 from l2r.hf.models.initialize import attach_router
-from l2r.hf.models.layouts import matrix_shape
+from l2r.hf.models.layouts import matrix_shape, unpack_before_calls
 from l2r.hf.swap.families import FAMILIES, REFUSED, Family, family_of, is_of_family
 from l2r.hf.swap.recognition import recognize
 from l2r.hf.swap.rules import Unmatched
 from l2r.routers import Router, RouterConfig
+from l2r.routers.capture import RouterSite
 from l2r.routers.holder import Holder
-from l2r.routers.observe import block_bias, reads_text
+from l2r.routers.observe import BLOCK_BIASES, block_bias, block_of, layer_index, reads_text
 from l2r.routers.offload import device_of, onloaded
 from l2r.routers.selection_rule import Selection
 
@@ -26,12 +26,8 @@ INITIALIZED = "_is_hf_initialized"  # of transformers: on what has its weights a
 
 
 @dataclass(frozen=True)
-class Site:
-    """Place of a router: its module path, the index of its layer, and the module itself."""
-
-    path: str
-    layer: int
-    router: Any
+class Site(RouterSite):
+    """Place of a router of ours, or of a family's own."""
 
     @property
     def selection(self) -> Selection:
@@ -49,7 +45,7 @@ class Site:
 
     @property
     def by_token(self) -> bool:
-        """Whether token ids choose the experts here: such a router is not replaced."""
+        """Say whether token ids choose the experts here: such a router is not replaced."""
         return self.selection.by_token
 
     @property
@@ -65,7 +61,7 @@ class Site:
 
 
 def router_sites(model: nn.Module) -> list[Site]:
-    """The routers that can be replaced, or ours in their place, in the order of the layers.
+    """Return the routers that can be replaced, or ours in their place, in the order of the layers.
 
     Without those that choose by token ids. Raises ValueError where there is none, with the reason
     for families known not to fit and for routers that follow no rule of the table, and where PEFT
@@ -131,7 +127,7 @@ def find_sites(model: nn.Module) -> list[Site]:
 
 
 def _is_wrapper(site: Site, inside: Sequence[Site]) -> bool:
-    """Whether PEFT has put a module around a router."""
+    """Say whether PEFT has put a module around a router."""
     around = any(other.path.startswith(f"{site.path}.") for other in inside)
     return around or type(site.router).__module__.startswith("peft.")
 
@@ -139,7 +135,7 @@ def _is_wrapper(site: Site, inside: Sequence[Site]) -> bool:
 def _recognized(
     model: nn.Module, sites: Sequence[Site], blocks: Mapping[str, nn.Module]
 ) -> list[Site]:
-    """Those whose routers, which are in no table, follow transformers' contract."""
+    """Find sites of routers that are in no table and follow transformers' contract."""
     embed = getattr(model, "get_input_embeddings", lambda: None)
     try:
         embeddings = getattr(embed(), "weight", None)
@@ -156,7 +152,7 @@ def _recognized(
 
 
 def recognition_note(model: nn.Module) -> str:
-    """A line on routers that are in no table, and what they were recognized as; else nothing."""
+    """Return a line on routers that are in no table and what they match; else nothing."""
     for site in find_sites(model):
         if not isinstance(site.router, Router) and site.family.note:
             return f"routers of {_kind(model)}: {site.family.note}"
@@ -181,7 +177,7 @@ def modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def running_sites(model: nn.Module) -> list[Site]:
-    """The sites of routers that run: besides each copy that PEFT trains it keeps an original.
+    """Return the sites of routers that run: PEFT keeps an original beside each trained copy.
 
     With those that choose by token ids. Raises ValueError as ``router_sites``.
     """
@@ -189,25 +185,44 @@ def running_sites(model: nn.Module) -> list[Site]:
     return [site for site in sites if "original_module" not in site.path.split(".")] or sites
 
 
+def observed_sites(model: nn.Module) -> list[Site]:
+    """Sites of the routers that run, for those who look: adapters around them may be there.
+
+    Raises ValueError for a model without routers of ours or of a supported family.
+    """
+    unpack_before_calls(model)
+    sites = find_sites(model) or router_sites(model)
+    return [site for site in sites if "original_module" not in site.path.split(".")] or sites
+
+
 def selection_biases(model: nn.Module) -> dict[str, Tensor]:
-    """Selection biases [N] by the paths of their routers, whether the router holds it or its block.
+    """Return selection biases [N] by the paths of their routers, held by the router or its block.
 
     They are the model's own tensors, for ``update_selection_bias``; ``model`` has routers of ours,
     swapped ones, or those of a supported family. Empty where experts are chosen without a bias.
     Raises ValueError as ``router_sites``.
     """
-    found = {}
+    places = bias_places(model).items()
+    return {path: getattr(holder, name).detach().view(-1) for path, (holder, name) in places}
+
+
+def bias_places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Find the modules that hold the biases, and their names there: FSDP2 moves tensors."""
+    found: dict[str, tuple[nn.Module, str]] = {}
     for site in running_sites(model):
-        rule, bias = site.selection, site.selection.held_bias(site.router)
-        if bias is None and rule.block_bias:
-            bias = next((each.view(-1) for each in block_bias(model, site.path)), None)
-        if bias is not None:
-            found[site.path] = bias.detach()
+        rule = site.selection
+        if rule.bias is not None:
+            holder, _, name = rule.bias.rpartition(".")
+            found[site.path] = site.router.get_submodule(holder), name
+        elif rule.block_bias and (held := block_bias(model, site.path)):
+            block = block_of(model, site.path)
+            name = next(name for name in BLOCK_BIASES if getattr(block, name, None) is held[0])
+            found[site.path] = block, name
     return found
 
 
 def select_sites(model: nn.Module, layers: Sequence[int] | None = None) -> list[Site]:
-    """The sites of some layers, or all. Raises ValueError for a layer without a router."""
+    """Return the sites of some layers, or all. Raises ValueError for a layer without a router."""
     sites = router_sites(model)
     if layers is None:
         return sites
@@ -226,7 +241,7 @@ def select_sites(model: nn.Module, layers: Sequence[int] | None = None) -> list[
 
 
 def old_weight(site: Site) -> Tensor:
-    """The [N, D] matrix of a family's own router, packed or not."""
+    """Return the [N, D] matrix of a family's own router, packed or not."""
     weight: Tensor = attrgetter(site.family.weight)(site.router)
     return weight
 
@@ -271,7 +286,7 @@ def place_router(model: nn.Module, site: Site, router: nn.Module) -> None:
 
 
 def _is_recorded(router: Router) -> bool:
-    """Whether transformers' hook that records ``router_logits`` is on the module."""
+    """Say whether transformers' hook that records ``router_logits`` is on the module."""
     hooks = router._forward_hooks.values()
     names = ("output_capturing_hook", _record_logits.__name__)
     return any(getattr(hook, "__name__", "") in names for hook in hooks)
@@ -301,12 +316,6 @@ def _carry(old: nn.Module, router: Router, name: str) -> None:
             holder.register_buffer(key, buffer)
         router.add_module(name, holder)
         router.holders = (*router.holders, name)
-
-
-def layer_index(path: str) -> int:
-    """Index of the layer that a module path names, 0 where it names none."""
-    numbers = re.findall(r"\.(\d+)\.", f".{path}.")
-    return int(numbers[0]) if numbers else 0
 
 
 _OF_A_SWAP = {"router", "layers", "selection"}

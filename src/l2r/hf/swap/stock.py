@@ -47,7 +47,7 @@ def our_architecture(values: Mapping[str, Any]) -> str:
 
 
 def as_stock_configuration(config: Any) -> Any:
-    """A configuration of a swapped model, changed in place to the family's own class.
+    """Return a configuration of a swapped model, changed in place to the family's own class.
 
     Our fields stay on it. Another is as it was; that of our own model is its family's.
     """
@@ -58,7 +58,7 @@ def as_stock_configuration(config: Any) -> Any:
 
 
 def family_selection(config: Any) -> Selection:
-    """Selection of a family, read from the router that transformers makes of a configuration.
+    """Read the selection of a family from the router that transformers makes.
 
     Raises ValueError for a family that is in no table of ours.
     """

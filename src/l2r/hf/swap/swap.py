@@ -16,11 +16,11 @@ from torch import nn
 
 from l2r.errors import InputError
 from l2r.hf.models import L2rOlmoeConfig, L2rViTConfig, note_losses, save_refusal
-from l2r.hf.models.opening import NeedsPackage, NeedsPackageAndCode
-from l2r.hf.swap.preferred import preferred_router
+from l2r.hf.models.opening import NeedsPackage, NeedsPackageAndCode, drop_model_code
 from l2r.hf.swap.sites import Site, find_sites, new_router, place_router, router_sites, select_sites
 from l2r.hf.swap.swapped_classes import mark, unmark
 from l2r.routers import Router, RouterConfig
+from l2r.routers.defaults import preferred_router
 
 M = TypeVar("M", bound=nn.Module)
 # Routers that a swap drew, and the ones they replaced, for ``fit_routers``; gone with the model.
@@ -130,7 +130,7 @@ def record_swap(
     _take_own_config(model)
     model_config: Any = model.config
     if isinstance(model_config, NeedsPackage) and not isinstance(model_config, NeedsPackageAndCode):
-        model_config.__dict__.pop("auto_map", None)  # of an export, whose code has other routers
+        drop_model_code(model_config)  # of an export, whose code has other routers
     everywhere = len(sites) == len(router_sites(model))
     ours = isinstance(model_config, L2rOlmoeConfig | L2rViTConfig)
     if ours and everywhere and selection == "family":

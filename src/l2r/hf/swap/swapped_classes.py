@@ -19,7 +19,7 @@ from transformers.utils import output_capturing
 from l2r.errors import InputError
 from l2r.hf.models.initialize import reset_missing
 from l2r.hf.models.lossless import check_save
-from l2r.hf.models.opening import NeedsPackage, config_with_code
+from l2r.hf.models.opening import NeedsPackage, config_with_code, drop_model_code
 from l2r.hf.models.transformers_tables import share_conversion
 from l2r.hf.models.vllm_backend import check_backend
 from l2r.hf.swap.sites import INITIALIZED, replay_swaps
@@ -40,13 +40,13 @@ def class_name(base: Any) -> str:
 
 
 def is_known(base: type) -> bool:
-    """Whether a class is of transformers or of this package, and no user's own."""
+    """Say whether a class is of transformers or of this package, and no user's own."""
     return base.__module__.startswith(_KNOWN)
 
 
 @cache
 def swapped_config(base: Any) -> Any:
-    """The configuration class of swapped models whose configuration was a ``base``."""
+    """Return the configuration class of swapped models whose configuration was a ``base``."""
 
     def build(self, *args: object, **values: object) -> None:  # type: ignore[no-untyped-def]
         base.__init__(self, *args, **values)
@@ -60,7 +60,7 @@ def swapped_config(base: Any) -> Any:
 
 @cache
 def swapped_model(base: Any) -> Any:
-    """The model class of swapped models that were of class ``base``.
+    """Return the model class of swapped models that were of class ``base``.
 
     A new model gets the routers of ``config.l2r_swap``. A class from a folder's code keeps its
     name, by which that code is saved again.
@@ -167,7 +167,7 @@ def _without_routers(block: nn.Module) -> Iterator[None]:
 
 
 def _recording(swapped: Any) -> Any:
-    """A class of swapped models, of which transformers records what it does of its base."""
+    """Return a class of swapped models, of which transformers records what it does of its base."""
     dict.__setitem__(
         output_capturing._CAN_RECORD_REGISTRY, str(swapped), swapped._can_record_outputs
     )
@@ -195,7 +195,7 @@ def mark_config(config: Any) -> None:
     if is_known(base):
         config.__class__ = CONFIG_MAPPING[type_name(base.model_type)]
         config.__dict__.pop("model_type", None)
-        config.__dict__.pop("auto_map", None)  # of code that knows nothing of the swap
+        drop_model_code(config)
     elif getattr(config, "auto_map", None) and base.__module__ != HOME:
         config.__class__ = config_with_code(base)
 

@@ -1,4 +1,4 @@
-"""Which parameters train: the routers alone, or everything but the routers."""
+"""Choice of the parameters that train: only the routers, or everything else."""
 
 from torch import nn
 

@@ -1,7 +1,7 @@
 // The router's backward on a CPU in one parallel region, token after token: scores are computed
 // again, x is read once, only sums over tokens outlive a token. Called by cpu.py.
 
-#include "backward_blocks.h"
+#include "products.h"
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -191,24 +191,18 @@ void backward(const Sizes& s, const ScoreConstants& c, int32_t threads, bool nor
   Rooms rooms(2 * s.rank + s.experts + (x.bf16 ? 2 * s.hidden : 0), threads);
   const auto pool = s.rank == 2 ? pool_backward<2> : pool_backward<0>;
   if (grads.x) large_pages(grads.x, s.tokens * s.hidden * (s.bf16 ? 2 : 4));
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (int32_t part = 0; part < threads; ++part) {
+  each_part(threads, [&](int32_t part) {
     float *a = rooms.of(part), *g = a + s.rank, *own = g + s.rank;
     float *row_room = own + s.experts, *out_room = row_room + s.hidden;
     const int64_t end = s.tokens * (part + 1) / threads;
     for (int64_t t = s.tokens * part / threads; t < end; ++t) {
       const float *q = in.query + t * s.rank, *z = in.logits + t * s.experts;
       float* grad = grads.logits ? grads.logits + t * s.experts : own;
-      if (in.logits) select_backward(t, in, up, normalize_weights, s, grad);
-      if (in.anchors) {
-        query_side(q, s, c, a);
-        pool(a, keys, z, grad, s, c, g, anchor_sums.data() + part * anchor_numbers);
-        query_side_backward(g, q, s, c);
-        if (!in.x) std::memcpy(grads.query + t * s.rank, g, s.rank * sizeof(float));
-      } else if (in.x) {
-        std::memcpy(g, up.query + t * s.rank, s.rank * sizeof(float));
-      }
+      select_backward(t, in, up, normalize_weights, s, grad);
       if (!in.x) continue;
+      query_side(q, s, c, a);
+      pool(a, keys, z, grad, s, c, g, anchor_sums.data() + part * anchor_numbers);
+      query_side_backward(g, q, s, c);
       const float pull = in.gain ? pull_of(g, q, in.rstd[t], s) : 0.0f;
       const int64_t place = t * s.hidden;
       float* out = !grads.x ? nullptr : x.bf16 ? out_room : grad_x.fp32_at(place);
@@ -216,17 +210,110 @@ void backward(const Sizes& s, const ScoreConstants& c, int32_t threads, bool nor
                        weight_sums.data() + part * weight_numbers);
       if (out && x.bf16) grad_x.write(out, place, s.hidden);
     }
-  }
-  if (in.anchors) {
-    add_parts(anchor_sums, anchor_numbers, threads);
-    anchor_side_backward(anchor_sums.data(), in.anchors, keys, s, c, grads.anchors);
-  }
+  });
   if (!in.x) return;
+  add_parts(anchor_sums, anchor_numbers, threads);
+  anchor_side_backward(anchor_sums.data(), in.anchors, keys, s, c, grads.anchors);
   add_parts(weight_sums, weight_numbers, threads);
   weight_backward(weight_sums.data(), s.hidden, in, s, grads);
 }
 
-// The same for larger ranks, a block of tokens after another.
+// --- Larger ranks: a block of tokens at a time, by matrix products; see products.h. ---
+
+// b transposed to [columns, R padded].
+inline std::vector<float> transposed_anchors(const AnchorSide& keys, const Sizes& s,
+                                             const Blocking& block) {
+  std::vector<float> out(s.num_anchors() ? block.columns * block.rank : 0);
+  for (int64_t r = 0; r < (out.empty() ? 0 : s.rank); ++r)
+    for (int64_t h = 0; h < s.heads; ++h)
+      for (int64_t n = 0; n < s.experts; ++n)
+        out[(h * s.anchor_step() + n) * block.rank + r] =
+            keys.b[r * block.columns + h * s.anchor_step() + n];
+  return out;
+}
+
+// W_q with the gain folded in as panels [D / kPanel, R, kPanel], padded by zeros.
+inline std::vector<float> panels(const float* weight, const float* gain, const Sizes& s,
+                                 const Blocking& block) {
+  std::vector<float> out(weight ? block.hidden * s.rank : 0);
+  for (int64_t first = 0; weight && first < s.hidden; first += kPanel)
+    for (int64_t r = 0; r < s.rank; ++r) {
+      float* row = out.data() + first * s.rank + r * kPanel;
+      for (int64_t d = first; d < std::min(first + kPanel, s.hidden); ++d)
+        row[d - first] = weight[r * s.hidden + d] * (gain ? gain[d] : 1.0f);
+    }
+  return out;
+}
+
+// Gradient of a [count, R padded] from that of the logits; adds that of b to sum [R, columns].
+inline void pool_backward_block(const float* a, const float* b, const float* b_rows, float unit,
+                                const float* logits, const float* grad, int64_t count,
+                                const Sizes& s, const ScoreConstants& c, const Blocking& block,
+                                float* work, float* out, float* sum) {
+  const float to_unit = unit / c.scale;
+  for (int64_t first = 0; first < block.experts; first += kPanel) {
+    const int64_t width = std::min(kPanel, block.experts - first);
+    const int64_t real = std::min(width, s.experts - first);
+    for (int64_t h = 0; h < s.heads; ++h) {
+      const int64_t column = h * s.anchor_step() + first;
+      if (s.heads > 1)
+        multiply({a, block.rank, 1}, b + column, block.columns, s.rank, work, kPanel, count,
+                 width, false);
+      for (int64_t t = 0; t < count; ++t) {
+        const float *g = grad + t * s.experts + first, *z = logits + t * s.experts + first;
+        float* row = work + t * kPanel;
+        if (s.heads > 1) {
+#pragma omp simd
+          for (int64_t i = 0; i < real; ++i)
+            row[i] = g[i] * c.scale * fast_exp2(row[i] - z[i] * to_unit);
+        } else {
+          for (int64_t i = 0; i < real; ++i) row[i] = g[i] * c.scale;
+        }
+        for (int64_t i = real; i < width; ++i) row[i] = 0.0f;
+      }
+      multiply({work, kPanel, 1}, b_rows + column * block.rank, block.rank, width, out, block.rank,
+               count, block.rank, first > 0 || h > 0);
+      multiply({a, 1, block.rank}, work, kPanel, count, sum + column, block.columns, s.rank, width,
+               true);
+    }
+  }
+  for (int64_t i = 0; i < count * block.rank; ++i) out[i] /= unit;
+}
+
+// grad_x = pull x + grad W of the block of tokens from the first on, if wanted; adds grad x to sum
+// [R, D padded].
+inline void project_backward_block(Hidden x, int64_t first_token, const float* weight,
+                                   const float* grad, const float* pull, int64_t count,
+                                   const Sizes& s, const Blocking& block, float* work,
+                                   Hidden grad_x, float* sum) {
+  float* own = work + block.tokens * kPanel;
+  for (int64_t first = 0; first < s.hidden; first += kPanel) {
+    const int64_t real = std::min(kPanel, s.hidden - first), width = padded(real, 16);
+    for (int64_t t = 0; t < count; ++t) {
+      float *row = work + t * kPanel, *out = own + t * kPanel;
+      const int64_t place = (first_token + t) * s.hidden + first;
+      // Rows are far apart: what the processor fetches ahead by itself ends with the panel.
+      for (int64_t d = kPanel; d < 2 * kPanel; d += 16) {
+        x.prefetch<0>(place + d);
+        if (grad_x.data) grad_x.prefetch<1>(place + d);
+      }
+      x.copy(place, real, row);
+      for (int64_t d = real; d < width; ++d) row[d] = 0.0f;
+      if (!grad_x.data) continue;
+#pragma omp simd
+      for (int64_t d = 0; d < width; ++d) out[d] = pull[t] * row[d];
+    }
+    multiply({grad, 1, block.rank}, work, kPanel, count, sum + first, block.hidden, s.rank, width,
+             true);
+    if (!grad_x.data) continue;
+    multiply({grad, block.rank, 1}, weight + first * s.rank, kPanel, s.rank, own, kPanel, count,
+             width, true);
+    for (int64_t t = 0; t < count; ++t)
+      grad_x.write(own + t * kPanel, (first_token + t) * s.hidden + first, real);
+  }
+}
+
+// See l2r_backward.
 void backward_in_blocks(const Sizes& s, const ScoreConstants& c, int32_t threads,
                         bool normalize_weights, const Tensors& in, const Tensors& up,
                         const Tensors& grads) {
@@ -234,14 +321,12 @@ void backward_in_blocks(const Sizes& s, const ScoreConstants& c, int32_t threads
   const AnchorSide keys(in.anchors, s, c);
   const std::vector<float> b_rows = transposed_anchors(keys, s, block);
   const std::vector<float> weight = panels(in.weight, in.gain, s, block);
-  const int64_t anchor_numbers = in.anchors ? s.rank * block.columns : 0;
-  const int64_t weight_numbers = in.x ? s.rank * block.hidden : 0;
+  const int64_t anchor_numbers = s.rank * block.columns, weight_numbers = s.rank * block.hidden;
   std::vector<float> anchor_sums(threads * anchor_numbers), weight_sums(threads * weight_numbers);
   const Hidden x{in.x, s.bf16 != 0}, grad_x{grads.x, s.bf16 != 0};
   Rooms rooms(block.tokens * (2 * block.rank + 2 * kPanel + s.experts + 1), threads);
   if (grads.x) large_pages(grads.x, s.tokens * s.hidden * (s.bf16 ? 2 : 4));
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (int32_t part = 0; part < threads; ++part) {
+  each_part(threads, [&](int32_t part) {
     float *a = rooms.of(part), *g = a + block.tokens * block.rank;
     float *pull = g + block.tokens * block.rank, *work = pull + block.tokens;
     float* grad = work + 2 * block.tokens * kPanel;
@@ -249,35 +334,25 @@ void backward_in_blocks(const Sizes& s, const ScoreConstants& c, int32_t threads
     for (int64_t first = s.tokens * part / threads; first < end; first += block.tokens) {
       const int64_t count = std::min(block.tokens, end - first);
       const float* q = in.query + first * s.rank;
-      for (int64_t t = 0; in.anchors && t < count; ++t) {
+      for (int64_t t = 0; t < count; ++t) {
         select_backward(first + t, in, up, normalize_weights, s, grad + t * s.experts);
         query_side(q + t * s.rank, s, c, a + t * block.rank);
       }
-      if (in.anchors)
-        pool_backward_block(a, keys.b.data(), b_rows.data(), keys.unit, in.logits + first * s.experts,
-                            grad, count, s, c, block, work, g,
-                            anchor_sums.data() + part * anchor_numbers);
+      pool_backward_block(a, keys.b.data(), b_rows.data(), keys.unit, in.logits + first * s.experts,
+                          grad, count, s, c, block, work, g,
+                          anchor_sums.data() + part * anchor_numbers);
       for (int64_t t = 0; t < count; ++t) {
         float* own = g + t * block.rank;
         const float* query = q + t * s.rank;
-        if (in.anchors) {
-          query_side_backward(own, query, s, c);
-        } else {
-          std::memcpy(own, up.query + (first + t) * s.rank, s.rank * sizeof(float));
-        }
-        if (!in.x) std::memcpy(grads.query + (first + t) * s.rank, own, s.rank * sizeof(float));
+        query_side_backward(own, query, s, c);
         pull[t] = in.gain ? pull_of(own, query, in.rstd[first + t], s) : 0.0f;
       }
-      if (in.x)
-        project_backward_block(x, first, weight.data(), g, pull, count, s, block, work, grad_x,
-                               weight_sums.data() + part * weight_numbers);
+      project_backward_block(x, first, weight.data(), g, pull, count, s, block, work, grad_x,
+                             weight_sums.data() + part * weight_numbers);
     }
-  }
-  if (in.anchors) {
-    add_parts(anchor_sums, anchor_numbers, threads);
-    anchor_side_backward(anchor_sums.data(), in.anchors, keys, s, c, grads.anchors);
-  }
-  if (!in.x) return;
+  });
+  add_parts(anchor_sums, anchor_numbers, threads);
+  anchor_side_backward(anchor_sums.data(), in.anchors, keys, s, c, grads.anchors);
   add_parts(weight_sums, weight_numbers, threads);
   weight_backward(weight_sums.data(), block.hidden, in, s, grads);
 }
@@ -286,18 +361,14 @@ void backward_in_blocks(const Sizes& s, const ScoreConstants& c, int32_t threads
 
 extern "C" {
 
-// The chain of gradients through the stages that ran, by what is not null:
-//   weights:  up.logits, up.weights -> the logits'   (without up.weights: up.logits are the logits')
-//   anchors:  the logits' -> grads.anchors, the query's
-//   x:        the query's (up.query without anchors) -> grads.x if not null, weight, gain
-// Where the chain ends early, its last gradient goes to grads.logits or grads.query.
+// The gradient of the logits from up.logits and up.weights (without the latter it is up.logits), and
+// where x was given, of anchors, weight, gain and, if not null, x; else it goes to grads.logits.
 // Not 0 where memory ran out.
-int32_t l2r_backward(const Sizes* sizes, const ScoreConstants* score, int32_t threads,
-                     int32_t normalize_weights, const Tensors* tensors, const Tensors* upstream,
-                     const Tensors* gradients) {
+int32_t l2r_backward(const Call* call, const Tensors* upstream, const Tensors* gradients) {
   try {
-    const auto run = sizes->in_blocks() ? backward_in_blocks : backward;
-    run(*sizes, *score, threads, normalize_weights, *tensors, *upstream, *gradients);
+    const auto run = call->sizes.in_blocks() ? backward_in_blocks : backward;
+    run(call->sizes, call->score, call->threads, call->normalize, call->tensors, *upstream,
+        *gradients);
   } catch (const std::exception&) {
     return 1;
   }

@@ -22,7 +22,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from l2r.runs.cache import cache_folder
+from l2r.files.cache import cache_folder
 
 _FLAGS: tuple[str, ...] = (
     "-O3",
@@ -35,26 +35,18 @@ if platform.machine() in ("x86_64", "AMD64"):
     _FLAGS += ("-mprefer-vector-width=512",)  # compilers choose 256 by default; 0.87 of the time
 _FOLDER = Path(__file__).parent
 _SOURCES = [_FOLDER / "forward.cpp", _FOLDER / "backward.cpp"]
-_HEADERS = [
-    _FOLDER / f"{name}.h"
-    for name in ("router", "products", "selection", "forward_blocks", "backward_blocks")
-]
-_ARGUMENTS = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32]
-_TYPES = {  # sizes, score, threads, whether to normalize; then structures of tensors
-    "l2r_forward": [*_ARGUMENTS, ctypes.c_void_p],
-    "l2r_backward": [*_ARGUMENTS, *[ctypes.c_void_p] * 3],
-}
+_HEADERS = [_FOLDER / f"{name}.h" for name in ("router", "products", "selection")]
 _log = logging.getLogger("l2r")
 
 
 def on_linux() -> bool:
-    """Whether this is the system that the compiled kernel was tried on."""
+    """Tell whether this is the system that the compiled kernel was tried on."""
     return sys.platform == "linux"
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, built if needed; None where they cannot or must not be used."""
+    """Load the compiled kernels, built if needed; None if they cannot or must not be used."""
     if os.environ.get("L2R_CPU_KERNEL", "on" if on_linux() else "off") == "off":
         return None
     compiler = shutil.which(os.environ.get("CXX", "g++"))
@@ -62,15 +54,11 @@ def library() -> ctypes.CDLL | None:
         _log.info("no C++ compiler found; routers use torch operations on the CPU")
         return None
     try:
-        kernels = ctypes.CDLL(str(_build(compiler)))
+        return ctypes.CDLL(str(_build(compiler)))
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or error
         _log.warning("the CPU router kernel could not be built, torch code runs: %s", reason)
         return None
-    for name, types in _TYPES.items():
-        function = getattr(kernels, name)
-        function.argtypes, function.restype = types, ctypes.c_int32
-    return kernels
 
 
 def _build(compiler: str) -> Path:
@@ -111,7 +99,7 @@ def _private_folder() -> Path:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether a file or folder is there, no link, this user's, and only this user may write it."""
+    """Tell whether a file or folder exists, is no link, and is this user's alone to write."""
     try:
         facts = path.lstat()
     except FileNotFoundError:

@@ -91,12 +91,19 @@ struct ScoreConstants {
 // A call's tensors or their gradients, in the order of Tensors in contract.py; null: not there.
 struct Tensors {
   void* x;  // see Hidden
-  float *weight, *gain, *anchors, *rho_hat;  // no rho_hat comes here
-  float *query, *logits;
+  float *weight, *gain, *anchors;
   const int64_t* routes;  // experts [T, K] to weigh; a token whose first is negative chooses
-  float *rstd, *weights;
+  float *logits, *query, *rstd, *weights;
   int64_t* indices;
   float* lse;
+};
+
+// A call, in the order of cpu.py: one structure, since each argument of a foreign function costs time.
+struct Call {
+  Sizes sizes;
+  ScoreConstants score;
+  int32_t threads, normalize;  // whether weights sum to 1
+  Tensors tensors;
 };
 
 // Hidden states or their gradient, [T, D], fp32 or bf16, counted in numbers from the first. bf16 is
@@ -219,6 +226,15 @@ struct Rooms {
 
   float* of(int32_t part) { return numbers.data() + part * size; }
 };
+
+// Calls work(part) for every part, a thread each. A single one is called here: to enter a region
+// of one thread takes 2 us where the caches are cold.
+template <class Work>
+inline void each_part(int32_t threads, Work work) {
+  if (threads == 1) return work(0);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int32_t part = 0; part < threads; ++part) work(part);
+}
 
 // W_q [R, D] with the gain of the norm folded in.
 inline std::vector<float> fold(const float* weight, const float* gain, int64_t rank,

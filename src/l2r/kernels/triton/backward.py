@@ -67,11 +67,11 @@ def score_grads(scaled, vectors, given, up, call, rows, cols, T):
 @triton.jit(do_not_specialize=["T"])
 @no_type_check
 def query_backward_kernel(given, up, grads, call, T, BT: tl.constexpr, BC: tl.constexpr):
-    """Gradient of the query (and of rho_hat): a block of tokens against all anchors."""
+    """Gradient of the query: a block of tokens against all anchors."""
     rows = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     lane = tl.arange(0, call.RP)
     query = load_block(given.query, rows, lane, T, call.R)
-    scaled, inverse, factor, slope = query_side(query, given, call, rows, T)
+    scaled, inverse, factor, slope = query_side(query, call)
     grad = tl.zeros([BT, call.RP], tl.float32)
     for c0 in range(0, call.N * call.H, BC):
         cols = c0 + tl.arange(0, BC)
@@ -82,10 +82,6 @@ def query_backward_kernel(given, up, grads, call, T, BT: tl.constexpr, BC: tl.co
     if call.score.scoring != 0:
         grad_phi = tl.sum(grad * query, 1) * inverse
         grad_rho = grad_phi * slope
-        if given.rho_hat is not None:
-            values = grad_rho.to(grads.rho_hat.dtype.element_ty)
-            tl.store(grads.rho_hat + rows, values, mask=rows < T)
-            grad_rho = grad_rho * 0
         norm = tl.sqrt(tl.sum(query * query, 1))
         grad = unit_backward(grad * factor[:, None], query, norm, inverse, grad_rho, call.score.eps)
     store_block(grads.query, grad, rows, lane, T, call.R)
@@ -107,7 +103,7 @@ def anchors_backward_kernel(
     for t0 in range(split * tokens_per_split, end, BT):
         rows = (t0 + tl.arange(0, BT)).to(tl.int64)
         query = load_block(given.query, rows, lane, end, call.R)
-        scaled, _, _, _ = query_side(query, given, call, rows, end)
+        scaled, _, _, _ = query_side(query, call)
         weight = score_grads(scaled, vectors, given, up, call, rows, cols, end)
         grad += weighted_sum(tl.trans(weight), scaled, call.R, call.RP)
     store_block(

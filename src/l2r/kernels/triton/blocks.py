@@ -98,9 +98,9 @@ def sum_block(ptr, rows, cols, height, width, splits, BS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def query_side(query, given, call, rows, height):
-    """a [BT, RP]; 1 / max(|q|, eps) (1 for dot), phi and its slope at rho_hat, each [BT]."""
-    one = tl.full(rows.shape, 1.0, tl.float32)
+def query_side(query, call):
+    """Compute a [BT, RP]; 1 / max(|q|, eps) (1 for dot), phi and its slope at |q|, each [BT]."""
+    one = tl.full([query.shape[0]], 1.0, tl.float32)
     inverse = one
     factor = one
     slope = one * 0
@@ -108,10 +108,7 @@ def query_side(query, given, call, rows, height):
         rho = tl.sqrt(tl.sum(query * query, 1))
         inverse = 1 / tl.maximum(rho, call.score.eps)
         if call.score.scoring == 2:
-            rho_hat = rho
-            if given.rho_hat is not None:
-                rho_hat = tl.load(given.rho_hat + rows, mask=rows < height, other=0.0)
-            t = tanh(rho_hat.to(tl.float32))
+            t = tanh(rho)
             factor = call.score.gamma * (1 + call.score.beta * t)
             slope = call.score.gamma * call.score.beta * (1 - t * t)
     return query * (inverse * factor)[:, None], inverse, factor, slope

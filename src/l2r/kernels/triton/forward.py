@@ -71,7 +71,7 @@ def finished_query(query, square, given, call, rows, T):
 def project_kernel(
     given, call, sums, T, WIDTH: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, G: tl.constexpr
 ):
-    """Sums [part, T, R] of x W and [part, T] of x^2 over WIDTH of d, for a block of tokens.
+    """Compute [part, T, R] of x W and [part, T] of x^2 over WIDTH of d, for a block of tokens.
 
     Where no sums are given, one part is all of d, and the query is written.
     """
@@ -214,7 +214,7 @@ def forward_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Stages of a block of BT tokens (grid axis 0) and BN experts (axis 1).
+    """Router, or selection, of a block of BT tokens (grid axis 0) and BN experts (axis 1).
 
     ``routes`` are read where ``follows`` is not 0.
     """
@@ -225,7 +225,7 @@ def forward_kernel(
     elif given.anchors is not None:
         query = load_block(given.query, rows, tl.arange(0, call.RP), T, call.R)
     if given.anchors is not None:
-        scaled, _, _, _ = query_side(query, given, call, rows, T)
+        scaled, _, _, _ = query_side(query, call)
         logits = score_block(scaled, given, call, experts) * call.score.scale
         logits = logits.to(given.logits.dtype.element_ty)
         store_block(given.logits, logits, rows, experts, T, call.N)

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from l2r.functional.scoring import ScoreConstants
 from l2r.kernels import contract
 from l2r.kernels.contract import (
     SCORINGS,
     Options,
-    ScoreConstants,
     Sizes,
     Tensors,
     empty_grads,
@@ -24,7 +24,6 @@ from l2r.kernels.contract import (
     first_input,
     sizes_of,
 )
-from l2r.kernels.stages import backward_in_stages, in_one_stage
 from l2r.kernels.triton import backward as kernels
 from l2r.kernels.triton.forward import forward_kernel, project_kernel
 from l2r.kernels.triton.sizes import (
@@ -89,9 +88,9 @@ class Sums(NamedTuple):
 
 
 def forward(given: Tensors, options: Options) -> Tensors:
-    """Results of the given stages, in few launches; see ``contract.Backend``."""
+    """Compute the results of a call, in few launches; see ``contract.Backend``."""
     sizes = sizes_of(given)
-    if options.top_k and given.anchors is not None and not selects_at_once(sizes):
+    if options.top_k and given.x is not None and not selects_at_once(sizes):
         done = forward(given._replace(routes=None), options._replace(top_k=0))
         chosen = forward(Tensors(logits=done.logits, routes=given.routes), options)
         return done._replace(
@@ -104,12 +103,10 @@ def forward(given: Tensors, options: Options) -> Tensors:
         return done
     call, sums = Call.of(given, options), Sums()
     blocks = forward_blocks(sizes, options.top_k)
-    columns = 1 if options.top_k else triton.cdiv(max(1, experts), blocks["BN"])
+    columns = 1 if options.top_k else triton.cdiv(experts, blocks["BN"])
     with torch.cuda.device_of(first_input(given)):  # type: ignore[no-untyped-call]
         if given.x is not None:
             sums = _project(done, call, sizes)
-            if given.anchors is None and sums.products is None:
-                return done
         grid = (triton.cdiv(tokens, blocks["BT"]), columns)
         rest = done._replace(x=None, weight=None, routes=None)
         routes = done.indices if given.routes is None else given.routes
@@ -139,17 +136,27 @@ def _project(done: Tensors, call: Call, sizes: Sizes) -> Sums:
 
 
 def backward(tensors: Tensors, up: Tensors, options: Options) -> Tensors:
-    """Gradients of what was given, stage after stage; see ``contract.Backend``."""
-    if not in_one_stage(tensors, options):
-        return backward_in_stages(backward, tensors, up, options)
-    grads, call = empty_grads(tensors, options), Call.of(tensors, options)
+    """Compute the gradients of what was given, part after part; see ``contract.Backend``.
+
+    ``up`` of a part: the gradients of its results, among them that of the query.
+    """
+    t, grads, call = tensors, empty_grads(tensors, options), Call.of(tensors, options)
+    sizes = sizes_of(tensors)
     with torch.cuda.device_of(first_input(tensors)):  # type: ignore[no-untyped-call]
-        if tensors.x is not None:
-            _project_backward(tensors, up, grads, call)
-        elif tensors.anchors is not None:
-            _score_backward(tensors, up, grads, call)
-        else:
-            _select_backward(tensors, up, grads, call)
+        if t.x is None:
+            _select_backward(t, up, grads, call)
+            return grads
+        assert t.logits is not None and t.query is not None
+        if options.top_k:
+            logits = contract.empty(*t.logits.shape, like=t.logits, dtype=torch.float32)
+            part = Tensors(logits=t.logits, weights=t.weights, indices=t.indices, lse=t.lse)
+            _select_backward(part, up, Tensors(logits=logits), call)
+            up = Tensors(logits=logits)
+        query = contract.empty(*t.query.shape, like=t.query)
+        part = Tensors(anchors=t.anchors, logits=t.logits, query=t.query)
+        _score_backward(part, up, Tensors(anchors=grads.anchors, query=query), call, sizes)
+        part = Tensors(x=t.x, weight=t.weight, gain=t.gain, query=t.query, rstd=t.rstd)
+        _project_backward(part, Tensors(query=query), grads._replace(anchors=None), call, sizes)
     return grads
 
 
@@ -160,9 +167,8 @@ def _select_backward(given: Tensors, up: Tensors, grads: Tensors, call: Call) ->
     kernels.select_backward_kernel[grid](given, up, grads, call, tokens, BT=rows, BN=columns)
 
 
-def _score_backward(given: Tensors, up: Tensors, grads: Tensors, call: Call) -> None:
+def _score_backward(given: Tensors, up: Tensors, grads: Tensors, call: Call, sizes: Sizes) -> None:
     assert given.anchors is not None
-    sizes = sizes_of(given)
     tokens, anchors = sizes.tokens, sizes.experts * sizes.heads
     blocks = query_backward_blocks(sizes)
     grid = (triton.cdiv(tokens, blocks["BT"]),)
@@ -179,9 +185,10 @@ def _score_backward(given: Tensors, up: Tensors, grads: Tensors, call: Call) -> 
     kernels.anchors_reduce_kernel[grid](given, grads, partial, call, splits, BC=width, BS=together)
 
 
-def _project_backward(given: Tensors, up: Tensors, grads: Tensors, call: Call) -> None:
+def _project_backward(
+    given: Tensors, up: Tensors, grads: Tensors, call: Call, sizes: Sizes
+) -> None:
     assert given.weight is not None
-    sizes = sizes_of(given)
     tokens, hidden = sizes.tokens, sizes.hidden
     blocks = project_backward_blocks(sizes)
     columns = triton.cdiv(hidden, blocks["BD"])

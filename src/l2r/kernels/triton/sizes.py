@@ -1,4 +1,4 @@
-"""Block sizes and warps of the Triton launches, chosen by trials on an H100 (dev/performance.md).
+"""Block sizes and warps of the Triton launches, chosen by trials on an H100 (dev/LOG.md).
 
 None depends on the number of tokens, so the results of a token do not depend on its batch.
 """
@@ -34,15 +34,15 @@ def forward_blocks(sizes: Sizes, top_k: int) -> dict[str, int]:
 
 
 def selects_at_once(sizes: Sizes) -> bool:
-    """Whether logits and selection of a block fit in one program's registers and shared memory."""
+    """Tell whether logits and selection of a block fit in a program's registers and memory."""
     rank, row = sizes.rank, power(sizes.experts, 16)
     return row <= 512 if lanes(rank) < 16 else row * max(16, rank) <= 8192
 
 
 def query_backward_blocks(sizes: Sizes) -> dict[str, int]:
     """Blocks of tokens and of anchors, warps."""
-    tokens, most = (16, 32) if lanes(sizes.rank) >= 16 else (4, 256)
-    return {"BT": tokens, "BC": min(power(sizes.experts * sizes.heads, 16), most), "num_warps": 2}
+    tokens, limit = (16, 32) if lanes(sizes.rank) >= 16 else (4, 256)
+    return {"BT": tokens, "BC": min(power(sizes.experts * sizes.heads, 16), limit), "num_warps": 2}
 
 
 def anchors_backward_blocks(sizes: Sizes) -> dict[str, int]:

@@ -45,12 +45,12 @@ def skipped(reason: str) -> Finding:
 
 
 def in_layers(sites: Sequence[Site]) -> str:
-    """The layers of some sites, in words; of many the first four."""
+    """Return the layers of some sites, in words; of many the first four."""
     layers = sorted({site.layer for site in sites})
     more = f" and {len(layers) - 4} more" if len(layers) > 4 else ""
     return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers[:4]))}{more}"
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun: 1 expert, 2 experts."""
+    """Return a number with its noun: 1 expert, 2 experts."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -11,6 +9,7 @@ from l2r.analysis.diagnostics.checks.finding import Finding, fault, in_layers, o
 from l2r.analysis.diagnostics.checks.subject import Subject
 from l2r.hf.swap import Site, trainable_parameters
 from l2r.routers import Router
+from l2r.routers.capture import is_reentrant
 from l2r.routers.selection_rule import Selection
 
 
@@ -32,7 +31,7 @@ def trainable(subject: Subject) -> Finding:
 
 
 def gradient(subject: Subject) -> Finding:
-    """The task loss must reach every router parameter that trains."""
+    """Check that the task loss reaches every router parameter that trains."""
     if reason := _nothing_to_reach(subject):
         return skipped(reason)
     alone = [s for s in subject.sites if s.selection.normalize and s.sizes["top_k"] == 1]
@@ -76,7 +75,7 @@ def gradient(subject: Subject) -> Finding:
 
 
 def balance_gradient(subject: Subject) -> Finding:
-    """The balance loss must reach the routers that train: its value may be right all the same."""
+    """Check that the balance loss reaches the routers that train, whatever its value."""
     if subject.own_loss is None and not (subject.balance > 0 or subject.z > 0):
         return skipped("neither the model nor the training has a balance loss")
     if reason := _nothing_to_reach(subject):
@@ -109,7 +108,7 @@ def _of(site: Site, gradients: Mapping[str, Tensor | None]) -> list[Tensor | Non
 
 
 def _is_settled(subject: Subject, site: Site) -> bool:
-    """Whether a rule like SparseMixer, which looks at experts near a tie alone, found none."""
+    """Tell whether a rule like SparseMixer, which looks at experts near a tie alone, found none."""
     own = type(site.selection).__call__ is not Selection.__call__
     return own and bool((subject.weights_of_gradients(site) == 1).all())
 
@@ -125,22 +124,17 @@ def _nothing_to_reach(subject: Subject) -> str:
 
 def checkpointing(subject: Subject) -> Finding:
     """Reentrant activation checkpointing, under which recorded logits carry no gradient."""
-    functions = [
-        module._gradient_checkpointing_func
+    checkpointed = [
+        module
         for module in subject.model.modules()
         if getattr(module, "gradient_checkpointing", False)
         and hasattr(module, "_gradient_checkpointing_func")
     ]
-    if not functions:
+    if not checkpointed:
         return ok("activation checkpointing is off")
-    if not any(_is_reentrant(function) for function in functions):
+    if not any(is_reentrant(module) for module in checkpointed):
         return ok("activation checkpointing is not reentrant")
     found = "activation checkpointing is reentrant: router losses would have no gradient"
     remedy = "enable it with {'use_reentrant': False}"
     ours = any(isinstance(site.router, Router) for site in subject.sites)
     return (fault if ours or subject.loss_is_on else warning)(found, remedy)
-
-
-def _is_reentrant(function: Any) -> bool:
-    keywords = function.keywords if isinstance(function, partial) else {}
-    return keywords.get("use_reentrant", True) is not False

@@ -25,8 +25,9 @@ from l2r.analysis.diagnostics.checks.finding import (
     skipped,
     warning,
 )
+from l2r.analysis.diagnostics.checks.losses import balances_more
 from l2r.analysis.diagnostics.checks.subject import Subject
-from l2r.functional import expert_usage
+from l2r.functional import dead_experts, expert_usage, peak_load
 from l2r.hf.swap import Site
 
 ALPHA = 0.001
@@ -60,7 +61,7 @@ def loads(subject: Subject) -> Finding:
         return fault(
             f"every token goes to the same {collapsed[0].sizes['top_k']} experts in "
             f"{in_layers(collapsed)}",
-            "turn a balance loss on and train from a checkpoint before the collapse",
+            f"train from a checkpoint before the collapse, and {balances_more(subject)}",
         )
     empty = [site for site, count in dead.items() if count]
     if empty:
@@ -68,7 +69,8 @@ def loads(subject: Subject) -> Finding:
         return warning(
             f"none of {tokens} different tokens reaches {counted(total, 'expert')} in "
             f"{in_layers(empty)}; chance explains that in less than {ALPHA:.1%} of checks",
-            "read more text (--instances N) of all domains; raise the balance loss if they stay so",
+            "read more text (--instances N) of all domains; if they stay so, "
+            f"{balances_more(subject)}",
         )
     full = [site for site, shares in usage.items() if _overloaded(site, shares, tokens, level)]
     if full:
@@ -76,9 +78,9 @@ def loads(subject: Subject) -> Finding:
         return warning(
             f"an expert in {in_layers(full)} gets {float(usage[site].max()):.0%} of the tokens, "
             f"where a fair share is {_fair(site):.0%} and the limit {_limit(site):.0%}",
-            "raise the balance loss",
+            balances_more(subject),
         )
-    peak = max(float(shares.max()) / _fair(site) for site, shares in usage.items())
+    peak = max(peak_load(shares) for shares in usage.values())
     return ok(
         f"of {tokens} different tokens every expert gets some, at most {peak:.1f} fair shares"
     )
@@ -93,10 +95,10 @@ def _limit(site: Site) -> float:
 
 
 def _dead(site: Site, shares: Tensor, tokens: int, level: float) -> int | None:
-    """Number of experts without a token; None where chance may have left them out."""
+    """Count the experts without a token; None where chance may have left them out."""
     if tokens * math.log1p(-_fair(site)) > math.log(level):
         return None
-    return int((shares == 0).sum())
+    return dead_experts(shares)
 
 
 def _needed(sites: Sequence[Site], level: float) -> int:
@@ -105,7 +107,7 @@ def _needed(sites: Sequence[Site], level: float) -> int:
 
 
 def _overloaded(site: Site, shares: Tensor, tokens: int, level: float) -> bool:
-    """Whether the largest share is above the limit by more than chance explains."""
+    """Tell whether the largest share is above the limit by more than chance explains."""
     share, limit = min(float(shares.max()), 1.0), _limit(site)
     if share <= limit:
         return False
@@ -116,7 +118,7 @@ def _overloaded(site: Site, shares: Tensor, tokens: int, level: float) -> bool:
 
 
 def _different_tokens(subject: Subject, mask: Tensor | None) -> int:
-    """Number of different token ids in the mask; of images, the number of routed tokens."""
+    """Count the different token ids in the mask; of images, the number of routed tokens."""
     if not subject.reads_text:
         return min(len(logits) for logits in subject.plain.logits())
     ids = subject.batch["input_ids"]

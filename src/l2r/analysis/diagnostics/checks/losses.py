@@ -12,14 +12,40 @@ from l2r.analysis.diagnostics.checks.finding import Finding, fault, ok, skipped,
 from l2r.analysis.diagnostics.checks.own_loss import OwnLoss
 from l2r.analysis.diagnostics.checks.subject import Pass, Subject
 from l2r.functional import load_balancing_loss
-from l2r.hf.swap import selection_biases
+from l2r.hf.swap import moves_biases, selection_biases
 
 _NO_LOSS = "the family has no balance loss in transformers"
-_ADD = "add router losses (add_router_losses, or load_balancing_loss of captured logits)"
+_ADD = (
+    "add router losses: l2r.engines.trainer.add_router_losses(trainer), or l2r.router_losses of "
+    "what l2r.capture records in a loop of your own"
+)
+_MOVE = (
+    "move it after each step: l2r.engines.trainer.add_bias_balancing(trainer), or "
+    "l2r.bias_balancing(model) in a loop of your own"
+)
+
+
+def balances_more(subject: Subject) -> str:
+    """Say what makes loads more even, by what balances the model now."""
+    own = subject.own_loss
+    if subject.balance > 0 or (own is not None and own.is_on):
+        return "raise the weight of the balance loss"
+    if moves_biases(subject.model):
+        return "raise the speed of the bias balancing"
+    if own is not None:
+        return f"turn the model's balance loss on ({_switch(subject)})"
+    return _MOVE if selection_biases(subject.model) else _ADD
+
+
+def _switch(subject: Subject) -> str:
+    """Name the switch of the model's own balance loss: wrappers read their text's configuration."""
+    whole, text = subject.model.config, subject.config
+    inside = (f"{name}." for name, part in vars(whole).items() if part is text)
+    return f"config.{next(inside, '')}output_router_logits"
 
 
 def auxiliary_loss(subject: Subject) -> Finding:
-    """Whether some loss or bias balances the experts, once, with a sensible weight."""
+    """Tell whether some loss or bias balances the experts, once, with a sensible weight."""
     for name, weight in (("balance", subject.balance), ("z", subject.z)):
         if not 0 <= weight < math.inf:
             return fault(f"the loss weight {name} is {weight}", "give it a finite weight >= 0")
@@ -27,10 +53,13 @@ def auxiliary_loss(subject: Subject) -> Finding:
         return _own_loss(subject, subject.own_loss)
     if subject.balance > 0:
         return ok(f"the training adds a balance loss of weight {subject.balance:g}")
+    if moves_biases(subject.model):
+        return ok(f"{_NO_LOSS}: the training moves its selection bias")
     if selection_biases(subject.model):
-        return ok(
-            f"{_NO_LOSS}: its selection bias balances; transformers never updates it, "
-            "l2r.routers.update_selection_bias of l2r.hf.swap.selection_biases does"
+        return warning(
+            f"{_NO_LOSS}, and its selection bias moves in no training of transformers: nothing "
+            "balances the experts",
+            _MOVE,
         )
     return warning(f"{_NO_LOSS}, and no selection bias: nothing balances the experts", _ADD)
 
@@ -51,9 +80,12 @@ def _own_loss_once(subject: Subject, own: OwnLoss) -> Finding:
     if not own.is_on:
         if subject.balance > 0:
             return ok(f"off in the model; the training adds one of weight {subject.balance:g}")
+        if moves_biases(subject.model):
+            return ok("off in the model; the training moves its selection bias")
+        other = f"; or, since it has a selection bias, {_MOVE}"
         return warning(
-            "off: the model's loss has no balance loss while config.output_router_logits is False",
-            f"set it to True, or {_ADD}",
+            f"off: the model's loss has no balance loss while {_switch(subject)} is False",
+            f"set it to True, or {_ADD}{other if selection_biases(subject.model) else ''}",
         )
     if own.weight == 0:
         return warning("on, with router_aux_loss_coef=0", "give it a weight, such as 0.01")
@@ -67,7 +99,7 @@ def _own_loss_once(subject: Subject, own: OwnLoss) -> Finding:
 
 
 def loss_value(subject: Subject) -> Finding:
-    """The model's loss, against cross-entropy plus the weighted balance loss of its logits."""
+    """Compare the model's loss with cross-entropy plus the weighted balance loss of its logits."""
     own = subject.own_loss
     if own is None or not subject.reads_text:
         return skipped(_NO_LOSS if subject.reads_text else "the batch holds no token ids")
@@ -112,7 +144,8 @@ def padding(subject: Subject) -> Finding:
     if not typical <= eps**0.5:
         return fault(
             f"padding changes the logits of real tokens by {typical:.1%} of the largest",
-            "the attention ignores the mask: use an attention implementation that takes one",
+            "the model ignores the mask: use an attention implementation that takes one, or "
+            "batches without padding",
         )
     return ok(f"other tokens under the mask change logits by {typical:.1g} of the largest")
 
@@ -144,7 +177,7 @@ def _auxiliary(done: Pass) -> float:
 
 
 def _by_hand(subject: Subject, done: Pass, mask: Tensor | None) -> float:
-    """transformers' balance loss of the routers' logits: the best k of the softmax, all layers.
+    """Compute transformers' balance loss of the routers' logits: softmax, top k, all layers.
 
     Layers that choose by token ids have nothing to balance and do not count.
     """

@@ -23,7 +23,7 @@ class Asked(NamedTuple):
 
 
 def own_loss_of(model: Any, config: Any, asked: Sequence[Asked]) -> OwnLoss | None:
-    """The balance loss of a model, from three passes over the same tokens; None without one.
+    """Find the balance loss of a model from three passes over the same tokens; None without one.
 
     asked: passes with ``output_router_logits`` as the model has it, off and on; empty for a model
     that cannot be asked, whose attributes then count.
@@ -42,6 +42,6 @@ def own_loss_of(model: Any, config: Any, asked: Sequence[Asked]) -> OwnLoss | No
 
 
 def _moves(off: Asked, other: Asked) -> bool:
-    """Whether a pass has a balance loss that the one without has not, or another whole loss."""
+    """Tell whether a pass has a balance loss that the other lacks, or another whole loss."""
     rounding = 16 * torch.finfo(torch.float32).eps * abs(off.whole)
     return other.balance != off.balance or abs(other.whole - off.whole) > rounding

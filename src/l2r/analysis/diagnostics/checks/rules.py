@@ -5,6 +5,7 @@ Shape letters: T tokens, N experts, K experts chosen per token.
 
 import inspect
 import sys
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
@@ -32,7 +33,7 @@ _TIES = 0.01  # of the tokens may choose otherwise, where two scores differ by a
 
 
 def selection(subject: Subject) -> Finding:
-    """The rule in force, experts per token and groups, against config.json and against itself."""
+    """Compare the rule in force, experts per token and groups with config.json and itself."""
     if note := _unmatched(subject):
         return skipped(note)
     for site in subject.sites:
@@ -68,7 +69,7 @@ def selection(subject: Subject) -> Finding:
 
 
 def bias(subject: Subject) -> Finding:
-    """A selection bias that alone decides, or in a dtype that its small updates do not change."""
+    """Find a selection bias that alone decides, or whose dtype loses its small updates."""
     biased = {
         site: tensor for site in subject.sites if (tensor := _bias(subject, site)) is not None
     }
@@ -88,7 +89,7 @@ def bias(subject: Subject) -> Finding:
         return warning(
             f"the selection bias in {in_layers(narrow)} is {biased[narrow[0]].dtype}, in which "
             "updates of 0.001 are lost",
-            "keep it in float32",
+            "keep it in float32, as l2r.bias_balancing and add_bias_balancing make it",
         )
     for site, tensor in biased.items():
         step = _bf16_step(tensor)
@@ -97,7 +98,8 @@ def bias(subject: Subject) -> Finding:
                 f"the selection bias in {in_layers([site])} holds bfloat16 numbers, in steps of "
                 f"{step:.2g} at {float(tensor.abs().max()):.2g}: {_values_of(tensor)} values for "
                 f"{counted(len(tensor), 'expert')}",
-                "it was rounded when it was saved: take it from a checkpoint with float32",
+                "it was rounded when it was saved: take it from a checkpoint with float32, or "
+                "go on from it with l2r.bias_balancing or add_bias_balancing, which keep float32",
             )
     spread = max(float(tensor.max() - tensor.min()) for tensor in biased.values())
     return ok(f"the selection biases of {len(biased)} layers span at most {spread:.2f} of a score")
@@ -160,13 +162,13 @@ def _values_of(bias: Tensor) -> int:
 
 
 def _unmatched(subject: Subject) -> str:
-    """What is known of routers that follow no rule of the table; nothing where all do."""
+    """Say what is known of routers that follow no rule of the table; nothing if all do."""
     notes = (s.family.note for s in subject.sites if isinstance(s.selection, Unmatched))
     return next(notes, "")
 
 
 def _impossible(site: Site) -> str:
-    """A contradiction inside a rule, in words."""
+    """Describe a contradiction inside a rule."""
     rule, experts, top_k = site.selection, site.sizes["num_experts"], site.sizes["top_k"]
     if not 1 <= top_k <= experts:
         return f"top_k={top_k} of {experts} experts"
@@ -230,7 +232,7 @@ def _bias(subject: Subject, site: Site) -> Tensor | None:
 
 
 def _of_block(subject: Subject, site: Site) -> tuple[Tensor, ...]:
-    """The selection bias that the block passes to its router, or nothing."""
+    """Return the selection bias that the block passes to its router, or nothing."""
     return block_bias(subject.model, site.path) if site.selection.block_bias else ()
 
 
@@ -254,10 +256,19 @@ def _other_experts(subject: Subject, site: Site, logits: Tensor, indices: Tensor
     groups. 0 where a token's id chooses, or a bias of the block that is elsewhere or in half
     precision: sums of it and scores tie often.
     """
-    rule, bias = site.selection, _of_block(subject, site)
+    bias = _of_block(subject, site)
     narrow = any(each.is_meta or min(each.itemsize, logits.itemsize) < 4 for each in bias)
     if narrow or site.by_token:
         return 0.0
+    # Families differ in the dtype in which they score logits of half precision.
+    widths = {logits.dtype, torch.promote_types(logits.dtype, torch.float32)}
+    differs = [_differs(site, logits.to(width), indices, bias) for width in widths]
+    return float(torch.stack(differs).all(dim=0).float().mean())
+
+
+def _differs(site: Site, logits: Tensor, indices: Tensor, bias: Sequence[Tensor]) -> Tensor:
+    """Tell for each token whether its experts score otherwise than those of the rule."""
+    rule = site.selection
     _, expected = rule(site.router, logits, *bias)
     orders = [logits]
     if type(rule).__call__ is Selection.__call__:
@@ -269,7 +280,7 @@ def _other_experts(subject: Subject, site: Site, logits: Tensor, indices: Tensor
         quality = grouped.topk(rule.group_best, dim=-1).values.sum(dim=-1)
         best = quality.topk(rule.kept_groups + 1, dim=-1).values
         differs &= best[:, -1] != best[:, -2]
-    return float(differs.float().mean())
+    return differs
 
 
 def _saturated(site: Site, logits: Tensor) -> float:

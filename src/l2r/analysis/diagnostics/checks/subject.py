@@ -75,7 +75,7 @@ class Subject:
 
     @property
     def reads_text(self) -> bool:
-        """Whether the batch holds token ids."""
+        """Tell whether the batch holds token ids."""
         return "input_ids" in self.batch
 
     @cached_property
@@ -94,13 +94,13 @@ class Subject:
 
     @property
     def loss_is_on(self) -> bool:
-        """Whether some balance loss or z-loss trains the routers."""
+        """Tell whether some balance loss or z-loss trains the routers."""
         own = self.own_loss is not None and self.own_loss.is_on
         return own or self.balance > 0 or self.z > 0
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether accelerate keeps some weights elsewhere until they run."""
+        """Tell whether accelerate keeps some weights elsewhere until they run."""
         return any(parameter.is_meta for parameter in self.model.parameters())
 
     def tensors(self, site: Site) -> dict[str, Tensor]:
@@ -186,7 +186,7 @@ class Subject:
         return Pass(output, seen)
 
     def _asked(self, router_logits: bool | None) -> Asked:
-        """The balance loss that the model returns for a few tokens, if any, and its whole loss."""
+        """Ask the model for its balance loss of a few tokens, if any, and its whole loss."""
         small = self._small()
         with torch.no_grad(), evaluating(self.model):
             output = self._call(small, self.labels(small), router_logits=router_logits)

@@ -46,7 +46,7 @@ def check_model(
     z: float = 0.0,
     report: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> list[Finding]:
-    """Findings about the routers of ``model``, one for each check, before it is trained or used.
+    """Check the routers of ``model`` before it is trained or used: one finding for each check.
 
     ``model`` has routers of ours, swapped ones, or those of a supported family. ``batch`` holds its
     inputs by name (``input_ids`` [B, S], ``attention_mask`` [B, S]; ``pixel_values``), from the
@@ -73,7 +73,7 @@ def check_model(
 
 
 def _result(name: str, check: Check, subject: Subject) -> Finding:
-    """Finding of one check; one that raises is a fault of the model, and the next one runs."""
+    """Run one check; one that raises is a fault of the model, and the next one runs."""
     try:
         found = check(subject)
     except Exception as error:  # of any kind, from the code of any model
@@ -90,7 +90,7 @@ def _needs_a_pass(subject: Subject) -> Finding:
 
 
 def _runs(subject: Subject) -> Finding:
-    """The forward pass on which other checks build."""
+    """Check the forward pass on which other checks build."""
     others = other_routers(subject.model)
     apart = f"; others read no text and stand apart: {', '.join(others)}" if others else ""
     return ok(f"a forward pass calls {len(subject.plain.routed)} routers{apart}")

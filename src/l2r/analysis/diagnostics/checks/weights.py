@@ -107,7 +107,7 @@ def trained(subject: Subject) -> Finding:
 
 
 def _has_moved(subject: Subject, site: Site) -> bool | None:
-    """Whether a parameter that is the same in every draw has another value; None without one."""
+    """Tell whether a parameter that every draw gives alike has another value; None without."""
     router = site.router
     with torch.random.fork_rng(devices=[]):
         twins = [attach_router(router.config, stream=n, **site.sizes) for n in (0, 1)]

@@ -1,0 +1,1 @@
+"""Commands of the laboratory; l2r/cli/app.py finds them by name."""

@@ -9,7 +9,7 @@ import base64
 import hashlib
 import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 from l2r.files.atomic import plain_json, write_text
+from l2r.report.palette import ink_on
 from l2r.report.tables import Table, prose
 from l2r.report.verdicts import Verdict
 
@@ -43,12 +44,23 @@ class Key:
 
 
 @dataclass(frozen=True)
+class Passages:
+    """The same text several times, in columns: title -> tokens as (piece, color, note)."""
+
+    columns: Mapping[str, Sequence[tuple[str, str, str]]]
+
+
+@dataclass(frozen=True)
 class Section:
-    """Part of a page. ``parts`` holds links, keys, tables and plotly figures, shown in order."""
+    """Part of a page. ``parts`` holds links, keys, passages, tables and plotly figures, in order.
+
+    ``folded``: closed until a reader opens it, for what does not help to choose.
+    """
 
     title: str
     text: str = ""
     parts: Sequence[Any] = field(default_factory=tuple)
+    folded: bool = False
 
 
 def write_page(
@@ -58,12 +70,14 @@ def write_page(
     summary: str,
     sections: Sequence[Section],
     verdict: Verdict | None = None,
+    lead: Sequence[Any] = (),
     reload: float | None = None,
 ) -> Path:
-    """Write the page, the verdict first; plotly's script is inlined once: no network is needed.
+    """Write the page: the verdict, the parts ``lead`` that show it, its limits, then sections.
 
-    Written under a temporary name and renamed, so a reader never sees half a page. ``reload``:
-    seconds after which a browser loads it again.
+    Plotly's script is inlined once: no network is needed. Written under a temporary name and
+    renamed, so a reader never sees half a page. ``reload``: seconds after which a browser loads it
+    again.
     """
     again = "" if reload is None else f"<meta http-equiv='refresh' content='{reload:g}'>"
     links = "".join(
@@ -72,12 +86,16 @@ def write_page(
     )
     links = f"<nav>{links}</nav>" if len(sections) > 1 else ""
     view = "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-    body, scripts = section_html(sections)
+    body, scripts = section_html(sections, lead)
+    own = files("l2r.report").joinpath("page.js").read_text(encoding="utf-8")
+    says, cannot = ("", "") if verdict is None else _head(verdict)
     text = (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>{policy(scripts)}{view}{again}"
-        f"<title>{html.escape(title)}</title><style>{style('theme')}{style('page')}</style></head>"
-        f"<body><h1>{html.escape(title)}</h1>{_head(verdict)}<p>{prose(summary)}</p>{links}"
-        f"{body}</body></html>"
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>{policy([*scripts, own])}"
+        f"{view}{again}<title>{html.escape(title)}</title>"
+        f"<style>{style('theme')}{style('page')}</style></head>"
+        f"<body><header><h1>{html.escape(title)}</h1><button id='theme' type='button'></button>"
+        f"</header>{says}{body[0]}{cannot}<p>{prose(summary)}</p>{links}{body[1]}"
+        f"<script>{own}</script></body></html>"
     )
     write_text(path, text)
     return path
@@ -88,35 +106,50 @@ def style(name: str) -> str:
     return files("l2r.report").joinpath(f"{name}.css").read_text(encoding="utf-8")
 
 
-def _head(verdict: Verdict | None) -> str:
-    if verdict is None:
-        return ""
+def _head(verdict: Verdict) -> tuple[str, str]:
     cannot = f"<b>What this cannot say.</b> {prose(verdict.cannot)}" if verdict.cannot else ""
-    return f"<p class='verdict'>{prose(verdict.says)}</p><p class='cannot'>{cannot}</p>"
+    return f"<p class='verdict'>{prose(verdict.says)}</p>", f"<p class='cannot'>{cannot}</p>"
 
 
-def section_html(sections: Sequence[Section]) -> tuple[str, list[str]]:
-    """Render sections and their scripts; the first figure brings plotly's script."""
-    body, script, scripts = "", True, list[str]()
+def section_html(
+    sections: Sequence[Section], lead: Sequence[Any] = ()
+) -> tuple[tuple[str, str], list[str]]:
+    """Render the lead, the sections, and their scripts; the first figure brings plotly's script."""
+    figures = _Figures()
+    first = "".join(figures.part_html(part) for part in lead)
+    body = ""
     for number, section in enumerate(sections):
-        body += f"<h2 id='section-{number}'>{html.escape(section.title)}</h2>"
-        body += f"<p>{prose(section.text)}</p>" if section.text else ""
-        for part in section.parts:
-            if isinstance(part, Link):
-                href, shown = html.escape(quote(part.href)), html.escape(part.text)
-                body += f"<p><a class='page' href='{href}'>{shown}</a></p>"
-            elif isinstance(part, Table):
-                body += f"<h3>{html.escape(part.title)}</h3>" if part.title else ""
-                body += f"<div class='scroll'>{part.to_html()}</div>"
-            elif isinstance(part, Key):
-                body += _key(part)
-            else:
-                figure = part.to_html(full_html=False, include_plotlyjs=script)
-                wide = part.layout.meta or 0  # pixels that it needs; a narrow page scrolls it
-                body += f"<div class='scroll'><div style='min-width:{wide}px'>{figure}</div></div>"
-                scripts += scripts_of(figure)
-                script = False
-    return body, scripts
+        inside = f"<p>{prose(section.text)}</p>" if section.text else ""
+        inside += "".join(figures.part_html(part) for part in section.parts)
+        head = f"<h2 id='section-{number}'>{html.escape(section.title)}</h2>"
+        if section.folded:
+            body += f"<details><summary>{head}</summary>{inside}</details>"
+        else:
+            body += head + inside
+    return (first, body), figures.scripts
+
+
+class _Figures:
+    """Parts of a page as HTML; ``scripts`` are those of the figures so far."""
+
+    def __init__(self) -> None:
+        self.scripts: list[str] = []
+
+    def part_html(self, part: Any) -> str:
+        if isinstance(part, Link):
+            href, shown = html.escape(quote(part.href)), html.escape(part.text)
+            return f"<p><a class='page' href='{href}'>{shown}</a></p>"
+        if isinstance(part, Table):
+            title = f"<h3>{html.escape(part.title)}</h3>" if part.title else ""
+            return f"{title}<div class='scroll'>{part.to_html()}</div>"
+        if isinstance(part, Key):
+            return _key(part)
+        if isinstance(part, Passages):
+            return _passages(part)
+        figure = part.to_html(full_html=False, include_plotlyjs=not self.scripts)
+        wide = part.layout.meta or 0  # pixels that it needs; a narrow page scrolls it
+        self.scripts += scripts_of(figure)
+        return f"<div class='scroll'><div style='min-width:{wide}px'>{figure}</div></div>"
 
 
 def _key(key: Key) -> str:
@@ -126,6 +159,18 @@ def _key(key: Key) -> str:
         paint = "background" if shape == "box" else "border-color"
         items += f"<li><i{kind} style='{paint}:{color}'></i>{html.escape(meaning)}</li>"
     return f"<ul class='key'>{items}</ul>"
+
+
+def _passages(passages: Passages) -> str:
+    columns = ""
+    for title, tokens in passages.columns.items():
+        text = "".join(
+            f"<span style='background:{color};color:{ink_on(color)}' title='{html.escape(note)}'>"
+            f"{html.escape(piece)}</span>"
+            for piece, color, note in tokens
+        )
+        columns += f"<figure><figcaption>{html.escape(title)}</figcaption><p>{text}</p></figure>"
+    return f"<div class='passages'>{columns}</div>"
 
 
 def write_script_page(

@@ -33,7 +33,7 @@ def write_explorer(
         "diverging": _DIVERGING,
         "rules": rules,
     }
-    below, drawing = section_html(figures)
+    (_, below), drawing = section_html(figures)
     scores = ("explorer_scores",)
     return write_script_page(
         path,

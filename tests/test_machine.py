@@ -3,16 +3,19 @@
 import importlib.metadata
 
 import pytest
+import torch
 
 import l2r
 from l2r import machine
 from l2r.machine import describe_machine, device_name, group_limit, pick_device
 
 
-def test_the_version_of_this_code_is_its_own_whatever_was_installed(monkeypatch):
+def test_versions_of_this_code_and_of_torch_are_their_own_whatever_was_installed(monkeypatch):
+    """The metadata of PyPI's torch are without its build, +cu130."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.1")
     packages = describe_machine()["packages"]
-    assert packages["l2r-moe"] == l2r.__version__ and packages["torch"] == "0.0.1"
+    assert packages["l2r-moe"] == l2r.__version__ and packages["torch"] == torch.__version__
+    assert packages["transformers"] == "0.0.1"
 
 
 def test_a_processor_is_told_by_its_numbers_and_its_instructions(monkeypatch, tmp_path):

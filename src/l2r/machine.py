@@ -31,10 +31,12 @@ def describe_machine() -> dict[str, Any]:
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    packages = {name: _version(name) for name in _PACKAGES}
+    packages["torch"] = str(torch.__version__)  # with its build, which PyPI's metadata leave out
     return {
         "python": platform.python_version(),
         # Of this code, which an installation that can be edited may have outgrown.
-        "packages": {"l2r-moe": __version__, **{name: _version(name) for name in _PACKAGES}},
+        "packages": {"l2r-moe": __version__, **packages},
         "processor": _processor(),
         "instructions": _instructions(),
         "cores": os.cpu_count(),

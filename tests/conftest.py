@@ -37,7 +37,11 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests of a program that is not installed."""
+    """Skip tests of a program that is not installed; begin with the longest.
+
+    The rehearsal takes minutes: at the end one process would wait for it, or both would do it.
+    """
+    items.sort(key=lambda item: "rehearsed" not in getattr(item, "fixturenames", ()))
     for item in items:
         for mark in item.iter_markers("tool"):
             if find_spec(mark.args[0]) is None:

@@ -29,6 +29,17 @@ def dom(page):
     profile = page.with_suffix(".profile")
     flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1300,900"]
     command = [CHROMIUM, "--headless=new", *flags, f"--user-data-dir={profile}", "--dump-dom"]
-    return subprocess.check_output(
-        [*command, page.as_uri()], text=True, stderr=subprocess.DEVNULL, timeout=120
-    )
+    try:
+        return subprocess.run(
+            [*command, page.as_uri()],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+    except subprocess.TimeoutExpired as late:
+        written = (late.stdout or b"").decode()
+        if written.rstrip().endswith("</html>"):  # now and then it prints all, and does not end
+            return written
+        raise

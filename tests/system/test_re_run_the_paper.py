@@ -27,6 +27,8 @@ from l2r_lab.training.data.olmoe_mix import OLMOE_MIX, plan_subset
 from l2r_lab.training.recipes.load import load_recipe
 from scripts.pages.rehearsal import PAGE, ROOT, SECTIONS, script, sections, settings_in
 
+# The rehearsal is set up within the time of the first test that needs it.
+pytestmark = pytest.mark.timeout(2400)
 DATA = Path("data/olmoe-mix-10B")
 TEXT = PAGE.read_text()
 BLOCKS = sections(TEXT)

@@ -38,14 +38,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Key:
-    """Key of colors: (color, meaning, shape); shapes are box, line, line dashed, line dotted."""
+    """Key of colors: (color, meaning, shape); shapes: box, line, and line dotted of chance."""
 
     entries: Sequence[tuple[str, str, str]]
 
 
 @dataclass(frozen=True)
 class Passages:
-    """The same text several times, in columns: title -> tokens as (piece, color, note)."""
+    """The same text several times, in columns: title -> tokens as (piece, color, note).
+
+    A piece without a color is plain text.
+    """
 
     columns: Mapping[str, Sequence[tuple[str, str, str]]]
 
@@ -83,8 +86,10 @@ def write_page(
     links = "".join(
         f"<a href='#section-{number}'>{html.escape(section.title)}</a>"
         for number, section in enumerate(sections)
+        if not section.folded  # the heads of folded ones stand one below the other
     )
-    links = f"<nav>{links}</nav>" if len(sections) > 1 else ""
+    links = f"<nav>{links}</nav>" if links.count("<a") > 1 else ""
+    about = f"<p>{prose(summary)}</p>" if summary else ""
     view = "<meta name='viewport' content='width=device-width, initial-scale=1'>"
     body, scripts = section_html(sections, lead)
     own = files("l2r.report").joinpath("page.js").read_text(encoding="utf-8")
@@ -94,7 +99,7 @@ def write_page(
         f"{view}{again}<title>{html.escape(title)}</title>"
         f"<style>{style('theme')}{style('page')}</style></head>"
         f"<body><header><h1>{html.escape(title)}</h1><button id='theme' type='button'></button>"
-        f"</header>{says}{body[0]}{cannot}<p>{prose(summary)}</p>{links}{body[1]}"
+        f"</header>{says}{body[0]}{cannot}{about}{links}{body[1]}"
         f"<script>{own}</script></body></html>"
     )
     write_text(path, text)
@@ -167,6 +172,8 @@ def _passages(passages: Passages) -> str:
         text = "".join(
             f"<span style='background:{color};color:{ink_on(color)}' title='{html.escape(note)}'>"
             f"{html.escape(piece)}</span>"
+            if color
+            else html.escape(piece)
             for piece, color, note in tokens
         )
         columns += f"<figure><figcaption>{html.escape(title)}</figcaption><p>{text}</p></figure>"

@@ -76,15 +76,14 @@ class Table:
     def to_html(self) -> str:
         """HTML table element."""
         best = self._best_values()
-        head = "".join(f"<th>{html.escape(c)}</th>" for c in self.columns)
+        head = "".join(f"<th{_kind(c)}>{html.escape(c)}</th>" for c in self.columns)
         body = ""
         for row in self.rows:
             cells = ""
             for column, value in zip(self.columns, row, strict=True):
                 text = html.escape(self.show(value))
                 marked = column in best and text == self.show(best[column])
-                kind = " class='number'" if NUMBER.match(text) else ""
-                cells += f"<td{kind}>{f'<b>{text}</b>' if marked else text}</td>"
+                cells += f"<td{_kind(text)}>{f'<b>{text}</b>' if marked else text}</td>"
             body += f"<tr>{cells}</tr>"
         caption = f"<p class='caption'>{prose(self.caption)}</p>" if self.caption else ""
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{caption}"
@@ -107,6 +106,13 @@ class Table:
             if len({self.show(value) for value in values}) > 1:
                 best[column] = choose[direction](values)
         return best
+
+
+def _kind(text: str) -> str:
+    """Class of a cell that no column may break: a number, or a name with a hyphen."""
+    if NUMBER.match(text):
+        return " class='number'"
+    return " class='name'" if "-" in text and " " not in text and len(text) > 1 else ""
 
 
 def prose(text: str) -> str:

@@ -52,6 +52,8 @@ def test_passages_color_the_first_words_by_expert_and_others_by_their_partners()
     assert titles[1].startswith("again, layer 1: 100% as one, ")
     assert titles[1].endswith("% by chance")
     pieces, colors, notes = zip(*columns["one, layer 1"], strict=True)
-    assert all(note.startswith("expert ") for note in notes) and len(set(colors)) > 1
+    plain = [piece for piece, color in zip(pieces, colors, strict=True) if not color]
+    assert set(plain) == {"\n"} and len(set(colors)) > 2  # between two passages
+    assert all(note.startswith("expert ") for note in notes if note)
     assert len("".join(pieces)) < 400
     assert [color for _, color, _ in columns[titles[1]]] == list(colors)

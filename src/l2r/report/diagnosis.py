@@ -179,11 +179,11 @@ def write_diagnosis(
     ]
     first = next(iter(views.values()))
     domains = ", ".join(map(str, first.info["domains"]))
-    many = "checkpoint" if len(views) == 1 else "checkpoints"
+    many = f"{len(views)} checkpoint{'s' * (len(views) > 1)}"
     return write_page(
         path,
-        title=f"What the routers do: {', '.join(views)}",
-        summary=f"{len(views)} {many}, {first.info['tokens']:,} tokens each: {domains}.",
+        title=f"What the routers of {', '.join(views) if len(views) < 4 else many} do",
+        summary=f"{many}, {first.info['tokens']:,} tokens each: {domains}.",
         sections=sections,
         verdict=of_checkpoints(views),
         lead=[first_passages(texts)] if texts else [use],

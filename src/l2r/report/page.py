@@ -47,10 +47,11 @@ class Key:
 class Passages:
     """The same text several times, in columns: title -> tokens as (piece, color, note).
 
-    A piece without a color is plain text.
+    A piece without a color is plain text. ``caption`` says what the colors mean.
     """
 
     columns: Mapping[str, Sequence[tuple[str, str, str]]]
+    caption: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,15 +170,20 @@ def _key(key: Key) -> str:
 def _passages(passages: Passages) -> str:
     columns = ""
     for title, tokens in passages.columns.items():
-        text = "".join(
-            f"<span style='background:{color};color:{ink_on(color)}' title='{html.escape(note)}'>"
-            f"{html.escape(piece)}</span>"
-            if color
-            else html.escape(piece)
-            for piece, color, note in tokens
-        )
+        text = "".join(_token(*token) for token in tokens)
         columns += f"<figure><figcaption>{html.escape(title)}</figcaption><p>{text}</p></figure>"
-    return f"<div class='passages'>{columns}</div>"
+    caption = f"<p class='caption'>{prose(passages.caption)}</p>" if passages.caption else ""
+    return f"<div class='passages'>{columns}</div>{caption}"
+
+
+def _token(piece: str, color: str, note: str) -> str:
+    """Color a piece, but for the spaces before it, which may hang at the end of a line."""
+    word = piece.lstrip(" ")
+    if not color or not word:
+        return html.escape(piece)
+    style = f"background:{color};color:{ink_on(color)}"
+    shown = f"<span style='{style}' title='{html.escape(note)}'>{html.escape(word)}</span>"
+    return " " * (len(piece) - len(word)) + shown
 
 
 def write_script_page(

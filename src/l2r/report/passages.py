@@ -23,9 +23,11 @@ def first_passages(texts: Mapping[str, TextRouting], *, most: int = 3) -> Passag
     ordered = {name: prose_first(routing) for name, routing in texts.items()}
     (of, base), *_ = ordered.items()
     alike = [(n, r) for n, r in ordered.items() if r is base or same_tokens(r, base)]
-    return Passages(
-        {_title(name, routing, base, of): _tokens(routing, base) for name, routing in alike[:most]}
-    )
+    columns = {_title(n, routing, base, of): _tokens(routing, base) for n, routing in alike[:most]}
+    caption = "Color: the expert that a token goes to first, in the middle layer."
+    if len(columns) > 1:
+        caption += f" One color is one expert of {of} and the expert of another that matches best."
+    return Passages(columns, caption)
 
 
 def _title(name: str, routing: TextRouting, base: TextRouting, of: str) -> str:

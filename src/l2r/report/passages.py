@@ -11,7 +11,7 @@ from l2r.report.palette import expert_colors
 from l2r.report.text_findings import agreement_in, colors_beside, same_tokens
 from l2r.report.text_view import prose_first
 
-_LETTERS = 360  # of a column: about eight lines
+_LETTERS, _LINE = 360, 40  # of a column, about eight lines; of a line that ends early
 
 
 def first_passages(texts: Mapping[str, TextRouting], *, most: int = 3) -> Passages:
@@ -52,10 +52,15 @@ def _tokens(routing: TextRouting, base: TextRouting) -> list[tuple[str, str, str
         ids = routing.tokens[place][: routing.margin.shape[2]]
         first = routing.experts[layer, row, :, 0].tolist()
         for piece, expert in zip(routing.pieces[ids].tolist(), first, strict=True):
-            if sum(len(piece) for piece, _, _ in found) >= _LETTERS:
+            if sum(_length(piece) for piece, _, _ in found) >= _LETTERS:
                 return found
             found.append((piece, colors[int(place_of[expert])], f"expert {expert}"))
     return found
+
+
+def _length(piece: str) -> int:
+    """Letters of a piece, and those that the rest of a line would have held at each break."""
+    return len(piece) + _LINE * piece.count("\n")
 
 
 def _number(routing: TextRouting, layer: int) -> int:

@@ -183,7 +183,7 @@ def write_diagnosis(
     return write_page(
         path,
         title=f"What the routers of {', '.join(views) if len(views) < 4 else many} do",
-        summary=f"{many}, {first.info['tokens']:,} tokens each: {domains}.",
+        summary=f"{many}, {first.info['tokens']:,} tokens{' each' * (len(views) > 1)}: {domains}.",
         sections=sections,
         verdict=of_checkpoints(views),
         lead=[first_passages(texts)] if texts else [use],

@@ -17,7 +17,7 @@ def finding(routing: TextRouting, layer: int) -> str:
     """Say how many of the shown tokens go first to a layer's busiest expert, and who gets none."""
     most, of, busiest, none = _busiest(routing, layer)
     experts = routing.contexts.shape[1]
-    rest = f"{none} of {experts} experts are first for none" if none else "no expert gets none"
+    rest = f"{none} of {experts} experts get none" if none else "every expert gets some"
     return f"{most:,} of {of:,} tokens go first to expert {busiest}; {rest}."
 
 
@@ -45,7 +45,7 @@ def headline(texts: Mapping[str, TextRouting]) -> str:
     layer = int(np.argmax(crowd))
     most, of, busiest, none = _busiest(routing, layer)
     block = block_number(str(routing.layers[layer]))
-    rest = f"; {none} of its {routing.contexts.shape[1]} experts get no token first" * bool(none)
+    rest = f"; {none} of its {routing.contexts.shape[1]} experts get none" * bool(none)
     return (
         f"{name} sends {most:,} of {of:,} tokens first to expert {busiest} in its most crowded "
         f"layer, {layer if block is None else block}{rest}."

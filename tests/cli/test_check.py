@@ -58,7 +58,7 @@ def test_with_out_the_findings_are_a_page_and_a_file_too(l2r, folder, tmp_path):
     assert code == 1 and str(tmp_path / "seen" / "index.html") in err.replace("\n", "")
     assert json.loads((tmp_path / "seen" / "check.json").read_text()) == json.loads(out)
     page = (tmp_path / "seen" / "index.html").read_text()
-    assert "What to mend" in page and "always 1" in page
+    assert "gradient: fault" in page and "always 1" in page and "Is top1 healthy?" in page
 
 
 def test_without_data_text_is_read_in_the_checkpoints_own_tokens(

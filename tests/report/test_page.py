@@ -57,3 +57,10 @@ def test_passages_color_the_first_words_by_expert_and_others_by_their_partners()
     assert all(note.startswith("expert ") for note in notes if note)
     assert len("".join(pieces)) < 400
     assert [color for _, color, _ in columns[titles[1]]] == list(colors)
+
+
+def test_a_column_of_sentences_is_read_from_the_left():
+    rows = (("a", 0.5, "the unit is that of the scoring, of which there are many"), ("b", 1, "-"))
+    page = Table("", ("name", "value", "what it says"), rows).to_html()
+    assert page.count("class='words'") == 3 and "<th class='words'>what it says" in page
+    assert "<td class='number'>0.5000" in page

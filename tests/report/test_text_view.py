@@ -129,9 +129,7 @@ def test_experts_without_a_partner_have_a_color_of_their_own(experts):
 def test_a_layer_is_told_in_a_sentence():
     text = random_text(rows=1, length=5, columns=5)
     text.experts[0, 0, :, 0] = [2, 2, 0, 2, 5]
-    assert (
-        finding(text, 0) == "3 of 5 tokens go first to expert 2; 3 of 6 experts get none."
-    )
+    assert finding(text, 0) == "3 of 5 tokens go first to expert 2; 3 of 6 experts get none."
     text.experts[1, 0, :, 0] = 4
     assert headline({"mine": text}) == (
         "mine sends 5 of 5 tokens first to expert 4 in its most crowded layer, 1; "

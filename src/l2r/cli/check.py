@@ -119,7 +119,8 @@ def check(
     if out is not None:
         make_folder(out)
         write_json(out / "check.json", [asdict(finding) for finding in findings])
-        print_pages([write_check(out / "index.html", checkpoint, findings)], err=as_json)
+        page = write_check(out / "index.html", Path(checkpoint).resolve().name, findings)
+        print_pages([page], err=as_json)
     if any(finding.status == "fault" for finding in findings):
         raise typer.Exit(1)
 

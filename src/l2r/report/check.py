@@ -1,13 +1,16 @@
-"""The page of ``l2r check``: a mark for every check, then faults and warnings with remedies."""
+"""The page of ``l2r check``: a mark for every check, then what is wrong with its remedy."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from l2r.analysis.diagnostics.checks import Finding, counted
 from l2r.report.page import Key, Passages, Section, write_page
 from l2r.report.palette import INK
 from l2r.report.tables import Table
 from l2r.report.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from l2r.analysis.diagnostics.checks import Finding
 
 # status -> sign, color, meaning
 _STATUS = {
@@ -22,15 +25,15 @@ _CANNOT = (
 )
 
 
-def verdict(checkpoint: str, findings: Sequence[Finding]) -> str:
+def verdict(checkpoint: str, findings: "Sequence[Finding]") -> str:
     """Say how many faults and warnings a checkpoint has, and of how many checks."""
     count = {status: sum(f.status == status for f in findings) for status in _STATUS}
-    faults, warnings = (counted(count[status], status) for status in ("fault", "warning"))
+    faults, warnings = (f"{count[s]} {s}{'s' * (count[s] != 1)}" for s in ("fault", "warning"))
     skipped = f", {count['skipped']} of them skipped" if count["skipped"] else ""
     return f"{checkpoint} has {faults} and {warnings} in {len(findings)} checks{skipped}."
 
 
-def write_check(path: Path, checkpoint: str, findings: Sequence[Finding]) -> Path:
+def write_check(path: Path, checkpoint: str, findings: "Sequence[Finding]") -> Path:
     """Write the page of one checkpoint."""
     by_status = {
         status: [finding for finding in findings if finding.status == status] for status in _STATUS
@@ -50,22 +53,22 @@ def write_check(path: Path, checkpoint: str, findings: Sequence[Finding]) -> Pat
     ]
     wrong = [*by_status["fault"], *by_status["warning"]]
     sections = [
-        Section("What to mend", parts=[_table(wrong, ("status", "check", "found", "remedy"))])
-    ] * bool(wrong)
+        Section(f"{f.check}: {f.status}", f"Found: {f.found}. Remedy: {f.remedy}.") for f in wrong
+    ]
     sections += [
-        Section(title, parts=[_table(by_status[status], ("check", "found"))], folded=True)
+        Section(title, parts=[_table(by_status[status])], folded=True)
         for status, title in (("ok", "Checks that are ok"), ("skipped", "Skipped checks"))
         if by_status[status]
     ]
     return write_page(
         path,
-        title=f"Is it healthy? {checkpoint}",
+        title=f"Is {checkpoint} healthy?",
         summary="",
         sections=sections,
         verdict=Verdict(verdict(checkpoint, findings), _CANNOT),
-        lead=[Passages({f"{len(findings)} checks": apart}), Key(keys)],
+        lead=[Passages({"": apart}), Key(keys)],
     )
 
 
-def _table(findings: Sequence[Finding], columns: tuple[str, ...]) -> Table:
-    return Table("", columns, tuple(tuple(getattr(f, c) for c in columns) for f in findings))
+def _table(findings: "Sequence[Finding]") -> Table:
+    return Table("", ("check", "found"), tuple((f.check, f.found) for f in findings))

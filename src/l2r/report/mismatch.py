@@ -60,7 +60,7 @@ def reference(against: str) -> str:
     if against != "bf16":
         return ""
     (row,) = (row for row in REFERENCES if row.number == FLIPS)
-    return f"In small runs of ours: {row.runs}. A reference is no limit."
+    return f"Reference, share of tokens in small runs of ours: {row.runs}. It is no limit."
 
 
 def limits(result: Mismatch) -> str:

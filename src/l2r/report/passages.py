@@ -63,6 +63,6 @@ def _length(piece: str) -> int:
     return len(piece) + _LINE * piece.count("\n")
 
 
-def _number(routing: TextRouting, layer: int) -> int:
+def _number(routing: TextRouting, layer: int) -> int | str:
     block = block_number(str(routing.layers[layer]))
     return layer if block is None else block

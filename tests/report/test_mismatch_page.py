@@ -78,6 +78,10 @@ def test_the_verdict_is_short_and_a_reference_is_of_bf16_alone():
         "40.0% of 5 tokens take other experts with bf16 in at least one of 2 layers; 80.0% of all "
         "choices stay. The loss rises by 0.060 nats."
     )
+    none = np.zeros(5)
+    assert verdict(small(own=none, replayed=none), "bf16").endswith(
+        "The loss changes by less than 0.001 nats."
+    )
     assert reference("int8") == "" and "no limit" in reference("bf16")
     assert [len(table.columns) for table in tables(small())] == [6, 3, 3]
 

@@ -143,10 +143,11 @@ def mismatch(
     if as_json:
         echo(plain_json(summary))
     else:
-        from l2r.cli.console import print_table
+        from l2r.cli.console import print_table, print_text
 
-        for line in filter(None, (verdict(result, against), cost(result), reference(against))):
-            echo(line)
+        echo(verdict(result, against))
+        for sentence in filter(None, (cost(result), reference(against))):
+            print_text(sentence)
         for table in tables(result):
             print_table(table)
     echo(f"page: {page}", err=as_json)

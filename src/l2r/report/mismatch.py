@@ -36,8 +36,9 @@ def verdict(result: Mismatch, against: str) -> str:
     )
     rise = costs["own"]["loss"]
     if rise is not None and costs["replayed"]["mean"] is not None:
-        nats = f"{abs(rise):.3f}" if abs(rise) >= 0.0005 else "less than 0.001"
-        line += f" The loss {'falls' if rise < 0 else 'rises'} by {nats} nats."
+        small = abs(rise) < 0.0005
+        way = "changes" if small else "falls" if rise < 0 else "rises"
+        line += f" The loss {way} by {'less than 0.001' if small else f'{abs(rise):.3f}'} nats."
     return line
 
 

@@ -39,9 +39,7 @@ def test_a_healthy_checkpoint_ends_with_0_and_its_verdict_comes_first(l2r, folde
     code, out, err = l2r("check", folder / "healthy", "--data", folder / "tokens", *SHORT)
     verdict, *lines = out.splitlines()
     assert code == 0, err
-    assert (
-        verdict == f"{folder / 'healthy'}: 0 faults, 0 warnings, 0 skipped, of {len(lines)} checks"
-    )
+    assert verdict == f"{folder / 'healthy'} has 0 faults and 0 warnings in {len(lines)} checks."
     assert all(line.startswith("ok ") for line in lines)
 
 
@@ -52,6 +50,15 @@ def test_a_fault_ends_with_1_and_has_a_remedy(l2r, folder):
     assert code == 1
     found = findings["gradient"]
     assert found["status"] == "fault" and "always 1" in found["found"] and found["remedy"]
+
+
+def test_with_out_the_findings_are_a_page_and_a_file_too(l2r, folder, tmp_path):
+    given = ["check", folder / "top1", "--data", folder / "tokens", *SHORT]
+    code, out, err = l2r(*given, "--out", tmp_path / "seen", "--json")
+    assert code == 1 and str(tmp_path / "seen" / "index.html") in err.replace("\n", "")
+    assert json.loads((tmp_path / "seen" / "check.json").read_text()) == json.loads(out)
+    page = (tmp_path / "seen" / "index.html").read_text()
+    assert "gradient: fault" in page and "always 1" in page and "Is top1 healthy?" in page
 
 
 def test_without_data_text_is_read_in_the_checkpoints_own_tokens(

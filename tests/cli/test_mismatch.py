@@ -90,7 +90,7 @@ def test_the_terminal_says_the_verdict_first_within_80_columns(l2r, root, tmp_pa
     code, out, err = l2r("mismatch", root / "ours", *SHORT, *more)
     assert code == 0, err
     first, *rest = out.splitlines()
-    assert "of 128 tokens take other experts with int8 weights in some of 2 layers" in first
+    assert "of 128 tokens take other experts with int8 weights in at least one of 2 layers" in first
     assert max(len(line.rstrip()) for line in rest if not line.startswith("page:")) <= 80
     for words in ("by layer", "certified, changed", "same experts", "by margin"):
         assert words in out

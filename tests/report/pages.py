@@ -5,7 +5,9 @@ import numpy as np
 from l2r.analysis.diagnostics.landscape import drawn_anchors
 from l2r.files.arrays import PatchRouting
 from l2r.files.diagnosis import Diagnosis
+from l2r.report.check import write_check
 from l2r.report.diagnosis import write_diagnosis
+from l2r.report.mismatch import write_mismatch
 from l2r.report.page import Section
 from l2r.report.patches import patch_links, write_patch_page
 from l2r.report.text_view import text_sections
@@ -18,7 +20,9 @@ from l2r_lab.report.sweep import write_sweep_page
 from l2r_lab.studies.judging import study_of
 from l2r_lab.studies.registration import RegisteredPlan
 from l2r_lab.studies.study_plan import StudyPlan
+from tests.files.test_mismatch import small
 from tests.l2r_lab.studies.studies import SMALL, made_up
+from tests.report.findings import FINDINGS
 from tests.report.runs import made_run
 from tests.report.texts import random_text
 
@@ -143,8 +147,12 @@ def every_page(folder):
     vision = folder / "vision"
     vision.mkdir(parents=True)
     patches = write_patch_page(vision, _patches(), "L2rViT")
-    opening = [*text_sections({"linear": random_text()}, page), *patch_links([patches], folder)]
-    found = {"diagnosis": write_diagnosis(views, page, opening=opening), "patches": patches}
+    texts = {name: random_text(seed=n) for n, name in enumerate(views)}
+    opening = [*text_sections(texts, page), *patch_links([patches], folder)]
+    found = {"diagnosis": write_diagnosis(views, page, texts=texts, opening=opening)}
+    found["patches"] = patches
+    found["check"] = write_check(folder / "check.html", "mine", FINDINGS)
+    found["mismatch"] = write_mismatch(folder / "mismatch.html", small(), name="a", against="bf16")
     for make in (_report, _study, _sweep, _explorer):
         found |= make(folder)
     return found

@@ -8,7 +8,8 @@ import pytest
 
 from l2r.files.diagnosis import Diagnosis, read_diagnosis
 from l2r.report import geometry, routing
-from l2r.report.diagnosis import write_diagnosis
+from l2r.report.diagnosis import _details, write_diagnosis
+from l2r.report.page import Section
 from l2r_lab.report import landscape
 from tests.report.pages import made_diagnosis
 
@@ -95,27 +96,51 @@ def test_certified_curves_fall_and_lie_below_what_was_found():
 
 
 def test_robustness_bars_carry_the_intervals_that_there_are():
-    layer = dict.fromkeys(("mean_margin", "low_margin_rate", "stability", "topk_overlap"), 0.9)
+    layer = dict.fromkeys(("mean_margin", "scale_free_margin", "stability", "topk_overlap"), 0.9)
     layer |= {f"{name}_interval": [0.88, 0.93] for name in ("stability", "topk_overlap")}
     bars = routing.robustness_bars({"a": Diagnosis({}, [layer], {})}).data
-    assert [bar.y[0] for bar in bars] == [0.9] * 4
-    assert bars[2].error_y.array[0] == pytest.approx(0.03)
-    assert bars[3].error_y.arrayminus[0] == pytest.approx(0.02)
+    assert [bar.y[0] for bar in bars] == [0.9] * 3  # no raw margin: units differ by scoring
+    assert bars[1].error_y.array[0] == pytest.approx(0.03)
+    assert bars[2].error_y.arrayminus[0] == pytest.approx(0.02)
     assert bars[0].error_y.array is None
 
 
-def test_bars_that_do_not_differ_stand_on_zero():
-    """One checkpoint has nothing to differ from: no axis from 0.30019 to 0.30041."""
+@pytest.mark.parametrize(
+    ("gains", "numbers"),
+    [
+        ((0.3,), ["0.300"]),
+        ((0.3, 0.31), ["0.300", "0.310"]),
+        ((0.3, 0.30002), ["0.30000", "0.30002"]),
+        ((0.3, -0.0002), ["0.3000", "-0.0002"]),
+        ((0.5, 0.5), ["0.500", "0.500"]),
+    ],
+)
+def test_bars_stand_on_zero_and_numbers_above_tell_small_differences(gains, numbers):
+    views = {
+        f"run {n}": Diagnosis({"model": {"routing_gain": gain}}, [{}], {})
+        for n, gain in enumerate(gains)
+    }
+    figure = routing.gain_bars(views)
+    low, high = figure.layout.yaxis.range
+    assert low == 0.0 if min(gains) >= 0 else low < min(gains)
+    assert high > max(gains) and list(figure.data[0].text) == numbers
 
-    def lowest(*gains: float) -> float:
-        views = {
-            f"run {n}": Diagnosis({"model": {"routing_gain": gain}}, [{}], {})
-            for n, gain in enumerate(gains)
-        }
-        return routing.gain_bars(views).layout.yaxis.range[0]
 
-    assert lowest(0.3) == lowest(0.3, 0.3) == 0.0
-    assert 0.2 < lowest(0.3, 0.31) < 0.3
+def test_only_chance_is_dotted_or_dashed():
+    """In every figure of the page: a broken line that is not chance would be read as chance."""
+    radii = {"linear": made_diagnosis(0), "l2r_sips_tuned": made_diagnosis(1)}
+    sections = _details(radii) + [Section("", parts=[routing.usage_by_layer(radii, "topk")])]
+    figures = [p for s in sections for p in s.parts if hasattr(p, "to_plotly_json")]
+    broken = {
+        trace.name
+        for figure in figures
+        for trace in figure.data
+        if getattr(trace, "line", None) is not None
+        and (trace.line.to_plotly_json().get("dash") or "solid") != "solid"
+    }
+    assert broken and all("by chance" in name for name in broken)
+    lines = [shape.line.dash or "solid" for figure in figures for shape in figure.layout.shapes]
+    assert set(lines) <= {"solid", "dot"}  # dot: saturation by chance
 
 
 def test_landscapes_hold_every_rule():

@@ -10,6 +10,7 @@ import l2r.report
 from l2r.files.diagnosis import USAGE, Diagnosis
 from l2r.files.folder import RunFolder
 from l2r.report.diagnosis import _GROUPS, checkpoint_tables
+from l2r.report.references import COUNTS
 from l2r_lab.report.comparison import comparison_table
 from tests.report.runs import bold, made_run
 
@@ -61,10 +62,11 @@ def test_a_column_shows_the_number_it_is_named_after():
     layer = {field: float(n) for n, field in enumerate(names.values())}
     tables = checkpoint_tables({"a": Diagnosis({}, [layer], {})})
     shown = {c: v for table in tables for c, v in table.records()[0].items() if c != "checkpoint"}
-    assert shown == {column: layer[field] for column, field in names.items()}
+    counts = {field: str(int(layer[field])) for field in COUNTS if field in layer}
+    assert shown == {column: {**layer, **counts}[field] for column, field in names.items()}
     described = {
         "stability": "stability", "top-k overlap": "topk_overlap", "load entropy": "entropy",
-        "max / mean": "max_over_mean", "dead experts": "dead_experts",
+        "max / mean": "max_over_mean", "MaxVio": "maxvio", "dead experts": "dead_experts",
         "ever first": "first_experts",
         "top-1 radius": "certified_top1", "top-k radius": "certified_topk",
         "top-1 at noise norm": "certified_share_top1", "cross-entropy": "cross_entropy",

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from l2r.report.mismatch import limits, verdict, write_mismatch
+from l2r.report.mismatch import cost, limits, reference, tables, verdict, write_mismatch
 from tests.files.test_mismatch import small
 
 
@@ -57,9 +57,33 @@ def test_the_next_flip_shows_both_sides_experts(page):
 
 @pytest.mark.slow("a browser")
 def test_bars_are_the_shares_and_nothing_is_wider_than_a_phone(page):
-    first = page.locator("#charts tr").first.inner_text()
+    first = page.locator("#first tr").first.inner_text()
     assert "20.0%" in first and "80.0% certified" in first
     assert page.evaluate("document.documentElement.scrollWidth") <= 420
+
+
+@pytest.mark.slow("a browser")
+def test_the_text_stands_before_what_is_folded_and_is_shown_whole_on_demand(page):
+    assert page.locator("#charts").is_hidden() and page.locator("#first").is_visible()
+    assert "3.1% to 3.6% linear" in page.locator("#reference").inner_text()
+    assert page.locator("#text").evaluate("t => getComputedStyle(t).overflowY") == "auto"
+    page.locator("#whole").click()
+    assert page.locator("#text").evaluate("t => getComputedStyle(t).overflowY") == "visible"
+    page.locator("summary").click()
+    assert cost(small()) in page.locator("#charts").inner_text()
+
+
+def test_the_verdict_is_short_and_a_reference_is_of_bf16_alone():
+    assert verdict(small(), "bf16") == (
+        "40.0% of 5 tokens take other experts with bf16 in at least one of 2 layers; 80.0% of all "
+        "choices stay. The loss rises by 0.060 nats."
+    )
+    none = np.zeros(5)
+    assert verdict(small(own=none, replayed=none), "bf16").endswith(
+        "The loss changes by less than 0.001 nats."
+    )
+    assert reference("int8") == "" and "no limit" in reference("bf16")
+    assert [len(table.columns) for table in tables(small())] == [6, 3, 3]
 
 
 def test_one_choice_that_changed_among_thousands_is_not_all_kept():

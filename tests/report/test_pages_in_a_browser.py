@@ -8,7 +8,9 @@ import pytest
 from tests.report.conftest import wait_until
 from tests.report.pages import every_page
 
-PAGES = ("report", "text", "diagnosis", "patches", "study", "sweep", "explorer")
+PAGES = (
+    "report", "text", "diagnosis", "check", "mismatch", "patches", "study", "sweep", "explorer",
+)  # fmt: skip
 FORMS = {"light": ("light", 1280), "dark": ("dark", 1280), "phone": ("dark", 420)}
 SHOTS = os.environ.get("L2R_SCREENSHOTS")  # a folder for pictures of all, to look at
 
@@ -68,6 +70,44 @@ def test_a_page_in_three_forms(name, open_tab, pages):
 
 
 @pytest.mark.slow("a browser")
+@pytest.mark.parametrize("name", ["text", "diagnosis", "check", "mismatch"])
+def test_a_button_switches_the_theme(name, open_tab, pages):
+    tab = open_tab()
+    tab.emulate_media(color_scheme="light")
+    tab.goto(pages[name].as_uri())
+    tab.locator("#theme").click()
+    assert tab.evaluate(IS_DARK) and tab.locator("#theme").inner_text() == "Light theme"
+    tab.locator("#theme").click()
+    assert not tab.evaluate(IS_DARK)
+
+
+@pytest.mark.slow("a browser")
+def test_a_figure_of_a_folded_part_has_the_width_of_the_page_when_it_is_opened(open_tab, pages):
+    tab = open_tab(viewport={"width": 1280, "height": 900})
+    tab.goto(pages["diagnosis"].as_uri())
+    part = tab.locator("details", has=tab.get_by_role("heading", name="Robustness")).first
+    drawn = part.locator(".js-plotly-plot .main-svg").first
+    part.locator("summary").click()
+    wait_until(tab, "[...document.querySelectorAll('details[open] .main-svg')].every("
+                    "s => s.getBoundingClientRect().width > 500)")  # fmt: skip
+    assert drawn.is_visible()
+
+
+@pytest.mark.slow("a browser")
+def test_the_first_screen_of_the_diagnosis_has_the_sentence_the_text_and_its_limits(
+    open_tab, pages
+):
+    tab = open_tab(viewport={"width": 1280, "height": 800})
+    tab.goto(pages["diagnosis"].as_uri())
+    tops = [
+        tab.locator(part).first.bounding_box()["y"]
+        for part in (".verdict", ".passages", ".cannot", "table")
+    ]
+    assert tops == sorted(tops) and tops[2] < 800
+    assert tab.locator("details[open]").count() == 0
+
+
+@pytest.mark.slow("a browser")
 def test_the_explorer_waits_for_room(open_tab, pages):
     """A browser may lay a page out before its window has a size."""
     tab, errors = open_tab(viewport={"width": 20, "height": 20}), []
@@ -82,7 +122,7 @@ def test_the_explorer_waits_for_room(open_tab, pages):
 
 @pytest.mark.slow("a page of every kind")
 def test_a_page_says_its_verdict_first_and_what_it_cannot_say(pages):
-    for name in set(PAGES) - {"text", "explorer"}:
+    for name in set(PAGES) - {"text", "mismatch", "explorer"}:  # drawn by a script
         text = pages[name].read_text()
         assert text.index("<h1>") < text.index("class='verdict'") < text.index("<h2"), name
         assert "What this cannot say." in text, name

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from l2r.report.palette import (
+    DOMAINS,
     EXPERTS,
     ROUTER_COLORS,
+    TUNED_COLORS,
     expert_colors,
     ink_on,
     layer_colors,
     router_color,
-    router_dash,
     router_of,
 )
 
@@ -101,7 +102,7 @@ def test_letters_on_a_color_have_the_contrast_that_text_needs():
 
 
 def test_lines_of_routers_stand_out_from_both_pages():
-    for color in ROUTER_COLORS.values():
+    for color in (*ROUTER_COLORS.values(), *TUNED_COLORS.values(), *DOMAINS):
         assert contrast(color, "#ffffff") >= 2.0 and contrast(color, "#14181d") >= 3.0, color
     theme = contrast("#1f2933", "#ffffff"), contrast("#e4e7eb", "#14181d")
     assert min(theme) >= 7
@@ -121,24 +122,48 @@ def test_more_experts_share_a_hue_with_their_neighbors():
     assert len(set(layer_colors(12))) == 12
 
 
+@pytest.mark.parametrize("sight", ["normal", "protanopia", "deuteranopia"])
+def test_a_tuned_router_is_told_from_all_routers_and_from_the_other_tuned_ones(sight):
+    colors = [lab(color, sight) for color in (*ROUTER_COLORS.values(), *TUNED_COLORS.values())]
+    for one, other in itertools.combinations(range(len(colors)), 2):
+        if other >= len(ROUTER_COLORS):
+            assert ciede2000(colors[one], colors[other]) >= 8
+    published, tuned = (lab(router_color(f"l2r_sips{end}"), sight) for end in ("", "_tuned"))
+    assert ciede2000(published, tuned) >= 25
+
+
+def test_domains_have_no_color_of_the_first_experts_or_of_another_domain():
+    seen = [lab(color, "normal") for color in DOMAINS]
+    assert min(ciede2000(*pair) for pair in itertools.combinations(seen, 2)) >= 6
+    for expert in EXPERTS[:4]:
+        assert min(ciede2000(lab(expert, "normal"), color) for color in seen) >= 10
+
+
 @pytest.mark.parametrize(
-    ("name", "router", "dash"),
+    ("name", "router", "kind"),
     [
-        ("l2r_sips", "l2r_sips", "solid"),
-        ("l2r-sips", "l2r_sips", "solid"),
-        ("l2r", "l2r_sips", "solid"),
-        ("l2r-best", "l2r_sips", "dash"),
-        ("l2r_sips_tuned", "l2r_sips", "dash"),
-        ("linear", "linear", "solid"),
-        ("linear_sips", "linear_sips", "solid"),
-        ("linear-best", "linear", "dash"),
-        ("L2R (SIPS)", "l2r_sips", "solid"),
-        ("Linear (SIPS)", "linear_sips", "solid"),
-        ("l2r_sips, rank 2", None, "solid"),
-        ("mine", None, "solid"),
+        ("l2r_sips", "l2r_sips", "published"),
+        ("l2r-sips", "l2r_sips", "published"),
+        ("l2r_sips.seed-1", "l2r_sips", "published"),
+        ("l2r", "l2r_sips", "published"),
+        ("l2r-best", "l2r_sips", "tuned"),
+        ("l2r_sips_tuned", "l2r_sips", "tuned"),
+        ("l2r-sips-tuned.seed-1", "l2r_sips", "tuned"),
+        ("l2r-one-anchor", "l2r_sips", "other"),
+        ("linear", "linear", "published"),
+        ("linear_sips", "linear_sips", "published"),
+        ("linear-best", "linear", "tuned"),
+        ("L2R (SIPS)", "l2r_sips", "published"),
+        ("Linear (SIPS)", "linear_sips", "published"),
+        ("l2r_sips, rank 2", None, "other"),
+        ("mine", None, "other"),
     ],
 )
-def test_a_router_has_one_color_by_whatever_name(name, router, dash):
-    assert router_of(name) == router and router_dash(name) == dash
-    if router:
-        assert router_color(name, 3) == ROUTER_COLORS[router]
+def test_a_router_has_one_color_by_whatever_name_and_another_when_tuned(name, router, kind):
+    assert router_of(name) == router
+    colors = {"published": ROUTER_COLORS, "tuned": TUNED_COLORS}
+    if kind in colors:
+        assert router_color(name, 3) == colors[kind][router]
+    else:
+        assert router_color(name, 3) not in {*ROUTER_COLORS.values(), *TUNED_COLORS.values()}
+        assert router_color(name, 3) != router_color(name, 4)

@@ -168,11 +168,11 @@ def test_bars_show_gains_and_intervals_on_their_sides():
     assert list(random.y) == [0.5] and list(shuffled.y) == [-0.25]
     info = {"model": {"routing_gain": 0.5, "shuffled_gain": -0.0002}}
     assert gain_bars({"a": Diagnosis(info, [{}], {})}).data[1].text == ("-0.0002",)
-    fields = ("mean_margin", "low_margin_rate", "stability", "topk_overlap")
+    fields = ("scale_free_margin", "stability", "topk_overlap")
     layer = {**dict.fromkeys(fields, 0.9), "stability_interval": [0.8, 0.95]}
     bars = robustness_bars({"a": Diagnosis({}, [layer], {})}).data
-    assert bars[2].error_y.array[0] == pytest.approx(0.05)  # upwards
-    assert bars[2].error_y.arrayminus[0] == pytest.approx(0.1)
+    assert bars[1].error_y.array[0] == pytest.approx(0.05)  # upwards
+    assert bars[1].error_y.arrayminus[0] == pytest.approx(0.1)
 
 
 def test_use_is_relative_to_the_mean_of_the_layer():

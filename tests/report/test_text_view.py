@@ -114,7 +114,7 @@ def test_another_checkpoint_has_the_colors_of_the_best_matching():
         assert layer["colors"] == renumber.argsort().tolist()
     share, chance = agreement(base, other)
     assert share == 1 and 1 / 6 < chance < 0.5
-    assert "sends 100% of the tokens" in data["headline"]
+    assert "other sends 100% of the tokens to the experts that match base's" in data["headline"]
     assert f"({100 * chance:.0f}% by chance)" in data["headline"]
 
 
@@ -129,9 +129,9 @@ def test_experts_without_a_partner_have_a_color_of_their_own(experts):
 def test_a_layer_is_told_in_a_sentence():
     text = random_text(rows=1, length=5, columns=5)
     text.experts[0, 0, :, 0] = [2, 2, 0, 2, 5]
-    assert finding(text, 0) == "3 of 5 tokens go first to expert 2; 3 of 6 are never first."
+    assert finding(text, 0) == "3 of 5 tokens go first to expert 2; 3 of 6 experts get none."
     text.experts[1, 0, :, 0] = 4
     assert headline({"mine": text}) == (
-        "mine, in its most crowded layer, 1: 5 of 5 tokens go first to expert 4; "
-        "5 of 6 are never first."
+        "mine sends 5 of 5 tokens first to expert 4 in its most crowded layer, 1; "
+        "5 of its 6 experts get none."
     )

@@ -22,6 +22,7 @@ from l2r.cli.options import (
     Text,
     TrustRemoteCode,
     check_one_source,
+    out_option,
     read_text,
 )
 from l2r.cli.output import echo, say
@@ -33,6 +34,9 @@ def check(
     checkpoint: Checkpoint,
     text: Text = None,
     data: Data = None,
+    out: Annotated[
+        Path | None, out_option("a folder for the page and the findings (default: none)")
+    ] = None,
     instances: Rows = 8,
     length: Length = 128,
     balance: Annotated[
@@ -54,10 +58,11 @@ def check(
 
     Auxiliary losses, padding, dtypes, dead and overloaded experts, selection rules, gradients,
     quantized and untrained routers. Exit code 1 for a fault. Reads text in the checkpoint's own
-    tokens, or token files.
+    tokens, or token files. With --out also a page.
 
     Example: l2r check allenai/OLMoE-1B-7B-0924 --json
     """
+    from l2r.files.atomic import check_place
     from l2r.hf.checkpoints import (
         Placement,
         check_is_language_model,
@@ -69,14 +74,18 @@ def check(
     if instances < 2:
         raise InputError(f"instances must be >= 2; got {instances}")
     check_one_source(text, data)
+    if out is not None:
+        check_place(out)
     folder = local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
     check_reads(folder, data)
     if text is not None:
         check_is_language_model(folder, checkpoint)
         text = read_text(text)
     from l2r.analysis import announce, open_subject, reads_of_check, rows_read
-    from l2r.analysis.diagnostics.checks import check_model, counted
-    from l2r.cli.console import progress_bars
+    from l2r.analysis.diagnostics.checks import check_model
+    from l2r.cli.console import print_pages, progress_bars
+    from l2r.files.atomic import make_folder, write_json
+    from l2r.report.check import verdict, write_check
 
     code: Any = {"trust_remote_code": trust_remote_code}
     reads = reads_of_check(*rows_read(folder, instances, length, text, **code))
@@ -98,19 +107,21 @@ def check(
     batch = {k: v for k, v in rows.items() if k not in ("domain", "targets")}
     with progress_bars() as bars:
         findings = check_model(subject.model, batch, **weights, report=partial(bars, "checks"))
-    count = {s: sum(f.status == s for f in findings) for s in ("fault", "warning", "skipped")}
     if as_json:
         echo(plain_json([asdict(finding) for finding in findings]))
     else:
-        faults, warnings = counted(count["fault"], "fault"), counted(count["warning"], "warning")
-        rest = f"{count['skipped']} skipped, of {len(findings)} checks"
-        echo(f"{checkpoint}: {faults}, {warnings}, {rest}")
+        echo(verdict(checkpoint, findings))
         console = Console()
         for finding in findings:
             line = str(finding)  # one line each, which a terminal would break inside of words
             width = console.width if console.is_terminal else len(line)
             echo(fill(line, width, subsequent_indent=" " * 8))
-    if count["fault"]:
+    if out is not None:
+        make_folder(out)
+        write_json(out / "check.json", [asdict(finding) for finding in findings])
+        page = write_check(out / "index.html", Path(checkpoint).resolve().name, findings)
+        print_pages([page], err=as_json)
+    if any(finding.status == "fault" for finding in findings):
         raise typer.Exit(1)
 
 

@@ -147,7 +147,8 @@ def diagnose(
         diagnosed.diagnosis.info["over_time"] = saturation_of_diagnoses(views)
         diagnosed.diagnosis.save(folder)
     page = out / "index.html"
-    write_diagnosis(views, page, opening=[*text_sections(texts, page), *patch_links(pages, out)])
+    opening = [*text_sections(texts, page), *patch_links(pages, out)]
+    write_diagnosis(views, page, texts=texts, opening=opening)
     print_table(full_table(views) if as_json else summary_table(views), as_json=as_json)
     pages = [page, *([text_page_of(page)] if texts else []), *pages]
     print_pages(pages, show=open_, err=as_json)

@@ -108,7 +108,7 @@ def mismatch(
     if _has_codes(folder, other, against) and source is not None and source.name == "DEFAULT":
         placement = replace(placement, dtype="auto")
     from l2r.analysis import announce, open_subject, reads_of_comparison, rows_read
-    from l2r.report.mismatch import tables, verdict, write_mismatch
+    from l2r.report.mismatch import cost, reference, tables, verdict, write_mismatch
 
     code: Any = {"trust_remote_code": trust_remote_code}
     rows = rows_read(folder, instances, length, text, **code)
@@ -143,10 +143,12 @@ def mismatch(
     if as_json:
         echo(plain_json(summary))
     else:
-        from l2r.cli.console import print_table
+        from l2r.cli.console import print_table, print_text
 
         echo(verdict(result, against))
-        for table in tables(result, against):
+        for sentence in filter(None, (cost(result), reference(against))):
+            print_text(sentence)
+        for table in tables(result):
             print_table(table)
     echo(f"page: {page}", err=as_json)
 

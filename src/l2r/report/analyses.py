@@ -38,8 +38,8 @@ def routing_sections(views: Mapping[str, Diagnosis]) -> list[Section]:
     """Make the sections that every page has, from what every diagnosis has."""
     usage = [usage_by_layer(views, kind) for kind in USAGE_TITLES]
     sections = [
-        Section("Margins and robustness", parts=[robustness_bars(views)]),
-        Section("Expert usage by layer", _USAGE, usage),
+        Section("Robustness", _ROBUST, [robustness_bars(views)]),
+        Section("Expert usage by layer", USAGE_TEXT, usage),
     ]
     told = {name: view for name, view in views.items() if len(view.info["domains"]) > 1}
     if told:
@@ -56,18 +56,20 @@ def analysis_sections(views: Mapping[str, Diagnosis], *, details: bool) -> list[
     noted = {name: view for name, view in views.items() if "data" in view.info}
     if not noted:
         return sections
-    parts: list[Any] = [specialization_by_layer(noted)]
+    deep = max(len(view.layers) for view in noted.values()) > 1  # one layer makes no line
+    parts: list[Any] = [specialization_by_layer(noted)] if deep else []
     worded = {name: view for name, view in noted.items() if "0.frequency" in view.arrays}
     if worded:
         parts.append(frequency_lines(worded))
-    sections.append(Section("Specialization", _SPECIALIZATION, parts))
+    if parts:
+        sections.append(Section("Specialization", _SPECIALIZATION, parts))
     if details:
         sections += [_details(name, view) for name, view in noted.items()]
     agreed = agreement_heatmaps(noted) if len(noted) > 1 else None
     if agreed is not None:
         sections.append(Section("Agreement of routers", _AGREEMENT, [agreed]))
     for name, view in noted.items():
-        if "over_time" in view.info:
+        if len(view.info.get("over_time", {}).get("checkpoints", ())) > 1:
             figure = saturation_curves(view, view.info["over_time"])
             sections.append(Section(f"Saturation of {name}", _SATURATION, [figure]))
     return sections
@@ -79,7 +81,12 @@ _SATURATION = (
 )
 
 
-_USAGE = "Rows are layers, columns experts. 1 (white) is an even share."
+_ROBUST = (
+    "Margin / spread: gap between the two largest logits over their standard deviation. Stability "
+    "and overlap: of the first expert and of the chosen set, under Gaussian noise on the router "
+    "input. Raw margins have the unit of their scoring, so no bars compare them."
+)
+USAGE_TEXT = "Rows are layers, columns experts. 1 (white) is an even share."
 _BY_DOMAIN = (
     "The same layer's experts under text of different domains or images of different classes; an "
     "expert that is red in one row and blue in the others has specialized."

@@ -1,15 +1,19 @@
 """The page and the tables of ``l2r diagnose``, from the folders that it writes."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from l2r.files.arrays import TextRouting
 from l2r.files.diagnosis import Diagnosis
-from l2r.report.analyses import analysis_sections, routing_sections
+from l2r.report.analyses import USAGE_TEXT, analysis_sections, routing_sections
 from l2r.report.geometry import cosine_variance_bars, pca_scatter, routing_planes
 from l2r.report.page import Key, Section, write_page
 from l2r.report.palette import EXPERTS, INK
-from l2r.report.routing import certified_curves
+from l2r.report.passages import first_passages
+from l2r.report.references import COUNTS, health_table, whole
+from l2r.report.routing import certified_curves, usage_by_layer
 from l2r.report.tables import Table
 from l2r.report.verdicts import ever_first, of_checkpoints, span
 
@@ -54,6 +58,7 @@ _GROUPS: tuple[_Group, ...] = (
             "load entropy": "entropy",
             "load cv": "cv",
             "max / mean": "max_over_mean",
+            "MaxVio": "maxvio",
             "dead experts": "dead_experts",
             "ever first": "first_experts",
             "domain bits": "domain_information",
@@ -63,8 +68,9 @@ _GROUPS: tuple[_Group, ...] = (
             "unused anchors": "unused_anchors",
             "anchor redundancy": "redundancy",
         },
-        "Load entropy is 1 when all experts are used equally. Ever first: experts that some "
-        "token has as its first one. Domain bits: mutual information "
+        "Load entropy is 1 when all experts are used equally. MaxVio is max / mean less one. Ever "
+        "first: experts that some token has as its first one. Dead and ever first: from the least "
+        "of a layer to the most. Domain bits: mutual information "
         "between a token's domain and its experts; by chance: mean, and the end of 97.5%, of what "
         "the same choices show when the domains are permuted over whole sequences or images.",
     ),
@@ -123,7 +129,10 @@ _SUMMARY = {
 
 def checkpoint_tables(views: Mapping[str, Diagnosis]) -> list[Table]:
     """Decisions, certificates and load: a row per checkpoint, means over layers."""
-    rows = {name: view.numbers() for name, view in views.items()}
+    rows = {
+        name: {field: whole(view, field) for field in view.numbers()}
+        for name, view in views.items()
+    }
     return [
         _table(f"{title} (mean over layers)", "checkpoint", rows, fields, caption)
         for title, fields, caption in _groups_of(rows)
@@ -150,13 +159,44 @@ def full_table(views: Mapping[str, Diagnosis]) -> Table:
 
 
 def write_diagnosis(
-    views: Mapping[str, Diagnosis], path: Path, *, opening: Sequence[Section] = ()
+    views: Mapping[str, Diagnosis],
+    path: Path,
+    *,
+    texts: Mapping[str, TextRouting] | None = None,
+    opening: Sequence[Section] = (),
 ) -> Path:
-    """Write the page of one checkpoint or several side by side, after the sections ``opening``."""
+    """Write the page of one checkpoint or several side by side.
+
+    First what came out, shown by ``texts`` or by the use of experts; then the sections ``opening``
+    and the numbers beside their references; all else is folded.
+    """
+    use = usage_by_layer(views, "top1")
     sections = [
         *opening,
-        Section("Summary", parts=checkpoint_tables(views)),
+        Section("What is healthy?", parts=[health_table(views)]),
+        *([Section("Experts as a first choice", USAGE_TEXT, [use])] if texts else []),
+        *(dataclasses.replace(section, folded=True) for section in _details(views)),
+    ]
+    first = next(iter(views.values()))
+    domains = ", ".join(map(str, first.info["domains"]))
+    many = f"{len(views)} checkpoint{'s' * (len(views) > 1)}"
+    return write_page(
+        path,
+        title=f"What the routers of {', '.join(views) if len(views) < 4 else many} do",
+        summary=f"{many}, {first.info['tokens']:,} tokens{' each' * (len(views) > 1)}: {domains}.",
+        sections=sections,
+        verdict=of_checkpoints(views),
+        lead=[first_passages(texts)] if texts else [use],
+    )
+
+
+def _details(views: Mapping[str, Diagnosis]) -> list[Section]:
+    """Make the sections that are folded: every number and figure."""
+    sections = [
+        Section("All numbers", parts=checkpoint_tables(views)),
+        *routing_sections(views),
         *_certified(views),
+        *analysis_sections(views, details=True),
         Section(
             "Geometry",
             "Tokens of the first, middle and last layer on their two main axes, in the space of "
@@ -164,27 +204,27 @@ def write_diagnosis(
             [cosine_variance_bars(views)],
         ),
         *(Section(f"Geometry of {name}", parts=_geometry(view)) for name, view in views.items()),
-        *routing_sections(views),
-        *analysis_sections(views, details=True),
     ]
     for name, view in views.items():
-        rows = {f"{view.label(i)} {row['name']}": row for i, row in enumerate(view.layers)}
+        rows = {f"{view.label(i)} {row['name']}": _whole(row) for i, row in enumerate(view.layers)}
         tables = [_table(title, "layer", rows, fields, "") for title, fields, _ in _groups_of(rows)]
         why = {row["certificate"] for row in view.layers if "certificate" in row}  # there is none
         sections.append(Section(f"Layers of {name}", "; ".join(sorted(why)), tables))
+    return [*sections, Section("What was read", _read(views))]
+
+
+def _whole(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers of a layer with its counts as whole numbers."""
+    return {n: int(v) if n in COUNTS and v is not None else v for n, v in row.items()}
+
+
+def _read(views: Mapping[str, Diagnosis]) -> str:
     first = next(iter(views.values()))
-    summary = (
-        f"{len(views)} checkpoint(s), {first.info['tokens']:,} tokens each; robustness on a "
-        f"uniform sample of {first.info['sampled']:,}, certificates on its first "
+    return (
+        f"{first.info['tokens']:,} tokens by each checkpoint; robustness on a uniform sample of "
+        f"{first.info['sampled']:,}, certificates on its first "
         f"{first.info['settings']['certify']:,}. Checkpoints: {_sources(views)}. Data: "
         f"{', '.join(map(str, first.info['domains']))}; l2r-moe {_version()}."
-    )
-    return write_page(
-        path,
-        title="l2r: what the routers do",
-        summary=summary,
-        sections=sections,
-        verdict=of_checkpoints(views),
     )
 
 

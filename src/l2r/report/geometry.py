@@ -173,7 +173,7 @@ def cosine_variance_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
         x=[labels[name] for name in names for _ in variances[name]],
         y=[value for name in names for value in variances[name]],
         mode="markers",
-        marker={"color": INK, "size": 6, "symbol": "line-ew-open", "line": {"width": 2}},
+        marker={"color": "#ffffff", "size": 7, "line": {"color": "#1f2933", "width": 1.4}},
         name="each layer",
     )
     for number, (name, view) in enumerate(views.items()):
@@ -183,12 +183,11 @@ def cosine_variance_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
             y=[even],
             mode="markers",
             marker={
-                "color": INK,
-                "size": 34,
-                "symbol": "line-ew-open",
-                "line": {"width": 2, "color": INK},
+                "color": "#ffffff",
+                "size": 12,
+                "symbol": "diamond",
+                "line": {"color": "#1f2933", "width": 1.4},
             },
-            opacity=0.55,
             name="directions spread evenly in the space of q: 1 / rank",
             legendgroup="even",
             showlegend=number == 0,

@@ -41,12 +41,13 @@ function bars(title, caption, rows) {
     make("figcaption", {}, caption), table);
 }
 
+// A table with a sentence below its title.
 function plain({ title, columns, rows }) {
   const cells = (tag, values) => values.map((value) => make(tag, {}, value));
   const table = make("table", {}, make("tr", {}, ...cells("th", columns)));
   for (const row of rows) table.append(make("tr", {}, ...cells("td", row)));
   return make("figure", { style: "margin: 0" }, make("h2", {}, title),
-    make("figcaption", {}, "Own experts: each side its own choice. Same experts: the other side takes those of the reference."), table);
+    make("figcaption", {}, `${data.cost} Own experts: each side its own choice. Same experts: the other side takes those of the reference.`), table);
 }
 
 // ---- text ------------------------------------------------------------------------------------
@@ -135,8 +136,10 @@ function toFlip(step) {
 find("title").textContent = data.title;
 find("verdict").textContent = data.verdict;
 find("limits").textContent = data.limits;
+find("reference").textContent = data.reference;
+find("first").append(
+  bars("Decisions that differ, by layer", "Share of tokens whose set of experts is another.", data.layers));
 find("charts").append(
-  bars("Decisions that differ, by layer", "Share of tokens whose set of experts is another.", data.layers),
   ...data.margins.length  // none where every layer uses all its experts
     ? [bars("By margin", "Decisions in eighths by the k-th minus the next logit, smallest first.", data.margins)]
     : [],
@@ -163,6 +166,13 @@ find("text").addEventListener("keydown", (event) => {
     go(current + step);
   }
 });
+find("whole").addEventListener("click", ({ target }) => {
+  const cut = find("text").classList.toggle("window");
+  target.setAttribute("aria-pressed", String(!cut));
+});
 followTheme();
 write();
 paint();
+// The window of the text opens where the first flip is.
+const flip = tokens.find((_, place) => flips(place));
+if (flip) find("text").scrollTop = Math.max(0, flip.offsetTop - 60);

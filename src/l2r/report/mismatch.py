@@ -8,6 +8,7 @@ import numpy as np
 
 from l2r.files.mismatch import LARGE, NO_STATEMENT, Mismatch
 from l2r.report.page import write_script_page
+from l2r.report.references import FLIPS, REFERENCES
 from l2r.report.tables import Table
 
 _SHOWN = 1024  # tokens of the page's text
@@ -21,29 +22,46 @@ _NAMES = {
 
 
 def verdict(result: Mismatch, against: str) -> str:
-    """Say how many tokens differ, what it costs, and what replayed routes change."""
+    """Say how many tokens take other experts, and what that costs."""
     totals, costs = result.totals(), result.costs()
     share = totals["tokens_changed"]
     if share is None:
         return "No token has a route on both sides: nothing was compared."
     other = _NAMES.get(against, Path(against).name)
     layers = totals["layers"]
+    where = f" in at least one of {layers} layers" if layers > 1 else ""
     line = (
-        f"{_percent(share)} of {totals['tokens']:,} tokens take other experts with {other} in "
-        f"some of {layers} layer{'s' * (layers > 1)}; {_percent(totals['experts_kept'])} of all "
-        "choices stay."
+        f"{_percent(share)} of {totals['tokens']:,} tokens take other experts with {other}{where}; "
+        f"{_percent(totals['experts_kept'])} of all choices stay."
     )
-    own, same, rise = costs["own"]["mean"], costs["replayed"]["mean"], costs["own"]["loss"]
-    if rise is not None and same is not None:
-        line += f" The loss {'falls' if rise < 0 else 'rises'} by {_small(abs(rise))} nats."
-    if own is not None and same is not None:
-        line += (
-            f" A log-probability changes by {_small(own)} on average, and by {_small(same)} when "
-            "both take the same experts."
-        )
-    elif own is not None:
-        line += f" Their experts alone change a log-probability by {_small(own)} on average."
+    rise = costs["own"]["loss"]
+    if rise is not None and costs["replayed"]["mean"] is not None:
+        small = abs(rise) < 0.0005
+        way = "changes" if small else "falls" if rise < 0 else "rises"
+        line += f" The loss {way} by {'less than 0.001' if small else f'{abs(rise):.3f}'} nats."
     return line
+
+
+def cost(result: Mismatch) -> str:
+    """Say what changes a log-probability, and what replayed routes change; empty if unknown."""
+    costs = result.costs()
+    own, same = costs["own"]["mean"], costs["replayed"]["mean"]
+    if own is None:
+        return ""
+    if same is None:
+        return f"Their experts alone change a log-probability by {_small(own)} on average."
+    return (
+        f"A log-probability changes by {_small(own)} on average, and by {_small(same)} when both "
+        "take the same experts."
+    )
+
+
+def reference(against: str) -> str:
+    """Share of tokens that changed in our own runs, where there is such a reference."""
+    if against != "bf16":
+        return ""
+    (row,) = (row for row in REFERENCES if row.number == FLIPS)
+    return f"Reference, share of tokens in small runs of ours: {row.runs}. It is no limit."
 
 
 def limits(result: Mismatch) -> str:
@@ -64,9 +82,8 @@ def limits(result: Mismatch) -> str:
     return " ".join(parts)
 
 
-def tables(result: Mismatch, against: str) -> list[Table]:
+def tables(result: Mismatch) -> list[Table]:
     """Layers, costs and margins, six columns at most."""
-    del against
     layers = tuple(
         (
             row["layer"],
@@ -130,9 +147,11 @@ def page_data(result: Mismatch, title: str, against: str) -> dict[str, Any]:
         "title": title,
         "verdict": verdict(result, against),
         "limits": limits(result),
+        "reference": reference(against),
+        "cost": cost(result),
         "tables": [
             {"title": table.title, "columns": table.columns, "rows": _cells(table)}
-            for table in tables(result, against)[1:2]
+            for table in tables(result)[1:2]
         ],
         "layers": [_bar(f"{row['layer']}", row) for row in result.by_layer()],
         "margins": [

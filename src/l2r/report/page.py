@@ -38,16 +38,20 @@ class Link:
 
 @dataclass(frozen=True)
 class Key:
-    """Key of colors: (color, meaning, shape); shapes are box, line, line dashed, line dotted."""
+    """Key of colors: (color, meaning, shape); shapes: box, line, and line dotted of chance."""
 
     entries: Sequence[tuple[str, str, str]]
 
 
 @dataclass(frozen=True)
 class Passages:
-    """The same text several times, in columns: title -> tokens as (piece, color, note)."""
+    """The same text several times, in columns: title -> tokens as (piece, color, note).
+
+    A piece without a color is plain text. ``caption`` says what the colors mean.
+    """
 
     columns: Mapping[str, Sequence[tuple[str, str, str]]]
+    caption: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,10 @@ def write_page(
     links = "".join(
         f"<a href='#section-{number}'>{html.escape(section.title)}</a>"
         for number, section in enumerate(sections)
+        if not section.folded  # the heads of folded ones stand one below the other
     )
-    links = f"<nav>{links}</nav>" if len(sections) > 1 else ""
+    links = f"<nav>{links}</nav>" if links.count("<a") > 1 else ""
+    about = f"<p>{prose(summary)}</p>" if summary else ""
     view = "<meta name='viewport' content='width=device-width, initial-scale=1'>"
     body, scripts = section_html(sections, lead)
     own = files("l2r.report").joinpath("page.js").read_text(encoding="utf-8")
@@ -94,7 +100,7 @@ def write_page(
         f"{view}{again}<title>{html.escape(title)}</title>"
         f"<style>{style('theme')}{style('page')}</style></head>"
         f"<body><header><h1>{html.escape(title)}</h1><button id='theme' type='button'></button>"
-        f"</header>{says}{body[0]}{cannot}<p>{prose(summary)}</p>{links}{body[1]}"
+        f"</header>{says}{body[0]}{cannot}{about}{links}{body[1]}"
         f"<script>{own}</script></body></html>"
     )
     write_text(path, text)
@@ -164,13 +170,20 @@ def _key(key: Key) -> str:
 def _passages(passages: Passages) -> str:
     columns = ""
     for title, tokens in passages.columns.items():
-        text = "".join(
-            f"<span style='background:{color};color:{ink_on(color)}' title='{html.escape(note)}'>"
-            f"{html.escape(piece)}</span>"
-            for piece, color, note in tokens
-        )
+        text = "".join(_token(*token) for token in tokens)
         columns += f"<figure><figcaption>{html.escape(title)}</figcaption><p>{text}</p></figure>"
-    return f"<div class='passages'>{columns}</div>"
+    caption = f"<p class='caption'>{prose(passages.caption)}</p>" if passages.caption else ""
+    return f"<div class='passages'>{columns}</div>{caption}"
+
+
+def _token(piece: str, color: str, note: str) -> str:
+    """Color a piece, but for the spaces before it, which may hang at the end of a line."""
+    word = piece.lstrip(" ")
+    if not color or not word:
+        return html.escape(piece)
+    style = f"background:{color};color:{ink_on(color)}"
+    shown = f"<span style='{style}' title='{html.escape(note)}'>{html.escape(word)}</span>"
+    return " " * (len(piece) - len(word)) + shown
 
 
 def write_script_page(

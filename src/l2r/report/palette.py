@@ -1,4 +1,4 @@
-"""The colors of every page: by expert, by router, by layer; and a gray for both themes."""
+"""The colors of every page: by expert, router, domain and layer; a gray for both themes."""
 
 import colorsys
 from collections.abc import Sequence
@@ -14,14 +14,23 @@ _ROUTERS = (INK, "#56b4e9", "#e69f00", "#cc79a7", "#009e73", "#d55e00")
 ROUTER_COLORS = dict(zip(PAPER_ROUTERS, _ROUTERS, strict=True))
 _TITLES = {title: router for router, title in PAPER_ROUTERS.items()}
 _ALIASES = {"l2r": "l2r_sips"}  # as plans call them
-_SPARE = ("#0072b2", "#b8a000", "#8b5cf6", "#be185d", "#a16207", "#4d7c0f")
-_DASHES = ("solid", "dash", "dot", "dashdot")
+# Of a router that was tuned: far from all routers, found like the colors of experts below.
+_TUNED = ("#8080e0", "#c04040", "#c0a0a0", "#806080", "#60c080", "#a020e0")
+TUNED_COLORS = dict(zip(PAPER_ROUTERS, _TUNED, strict=True))
+_TUNINGS = ("tuned", "best")
+_SPARE = ("#0072b2", "#e04060", "#008060", "#8060a0", "#80a0c0", "#c04000")
 
 # Sixteen colors, far apart for normal sight, protanopia, deuteranopia and tritanopia: found by
 # farthest-point search on a grid of sRGB; tests/report/test_palette.py has the distances.
 EXPERTS = (
     "#40809f", "#ffdf40", "#9f6000", "#bfdfff", "#600080", "#4000ff", "#204000", "#60bf80",
     "#df8020", "#9f60ff", "#808060", "#800040", "#bf9fff", "#20ffbf", "#df9fbf", "#006060",
+)  # fmt: skip
+
+# Sixteen domains: readable on both pages, and far from the first four experts.
+DOMAINS = (
+    "#40a080", "#c0a040", "#a0a0e0", "#60a0a0", "#2060e0", "#e04060", "#60c080", "#c04080",
+    "#408060", "#8080e0", "#40c0a0", "#408040", "#c0a0c0", "#008080", "#a08020", "#e000a0",
 )  # fmt: skip
 
 # Green better, orange worse, blue equivalent, gray neither.
@@ -41,8 +50,7 @@ def router_of(name: str) -> str | None:
     """
     if name in _TITLES:
         return _TITLES[name]
-    plain = name.partition(".")[0].partition("/")[-1] or name.partition(".")[0]
-    names = (*ROUTER_COLORS, *_ALIASES)
+    plain, names = _plain(name), (*ROUTER_COLORS, *_ALIASES)
     whole = known_as(plain, names)
     if whole not in names:
         under = plain.replace("-", "_")
@@ -53,21 +61,26 @@ def router_of(name: str) -> str | None:
 
 
 def router_color(name: str, position: int = 0) -> str:
-    """Color of a router and of its variants; others take a spare color by their position."""
+    """Color of a router, and another one where it was tuned.
+
+    Other variants and other names take a spare color by their position.
+    """
     router = router_of(name)
-    return _SPARE[position % len(_SPARE)] if router is None else ROUTER_COLORS[router]
+    if router is not None and _is_published(name):
+        return ROUTER_COLORS[router]
+    if router is not None and _plain(name).endswith(_TUNINGS):
+        return TUNED_COLORS[router]
+    return _SPARE[position % len(_SPARE)]
 
 
-def router_dash(name: str, position: int = 0) -> str:
-    """Solid for a router; variants and what repeats a spare color are dashed."""
-    router = router_of(name)
-    if router is None:
-        return _DASHES[position // len(_SPARE) % len(_DASHES)]
-    plain = name in _TITLES or known_as(name, (*ROUTER_COLORS, *_ALIASES)) in (
-        *ROUTER_COLORS,
-        *_ALIASES,
-    )
-    return _DASHES[0 if plain else 1 + position % 3]
+def _plain(name: str) -> str:
+    """Name without its folder and its seed."""
+    return name.partition(".")[0].partition("/")[-1] or name.partition(".")[0]
+
+
+def _is_published(name: str) -> bool:
+    names = (*ROUTER_COLORS, *_ALIASES)
+    return name in _TITLES or known_as(_plain(name), names) in names
 
 
 def expert_colors(count: int) -> list[str]:

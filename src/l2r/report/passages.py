@@ -8,46 +8,61 @@ from l2r.files.arrays import TextRouting
 from l2r.files.diagnosis import block_number
 from l2r.report.page import Passages
 from l2r.report.palette import expert_colors
-from l2r.report.text_findings import colors_beside, same_tokens
+from l2r.report.text_findings import agreement_in, colors_beside, same_tokens
 from l2r.report.text_view import prose_first
 
-_LETTERS = 360  # of a column: about eight lines
+_LETTERS, _LINE = 360, 40  # of a column, about eight lines; of a line that ends early
 
 
-def first_passages(texts: Mapping[str, TextRouting]) -> Passages:
+def first_passages(texts: Mapping[str, TextRouting], *, most: int = 3) -> Passages:
     """Color the first words by their first experts in the middle layer.
 
-    All checkpoints that read the same tokens as the first one have a column; theirs have the colors
-    of the best matching with its experts.
+    Of the checkpoints that read the same tokens as the first one, the first ``most`` have a column;
+    theirs have the colors of the best matching with its experts.
     """
     ordered = {name: prose_first(routing) for name, routing in texts.items()}
-    base = next(iter(ordered.values()))
-    return Passages(
-        {
-            f"{name}, layer {_number(routing, len(routing.layers) // 2)}": _tokens(routing, base)
-            for name, routing in ordered.items()
-            if routing is base or same_tokens(routing, base)
-        }
-    )
+    (of, base), *_ = ordered.items()
+    alike = [(n, r) for n, r in ordered.items() if r is base or same_tokens(r, base)]
+    columns = {_title(n, routing, base, of): _tokens(routing, base) for n, routing in alike[:most]}
+    caption = "Color: the expert that a token goes to first, in the middle layer."
+    if len(columns) > 1:
+        caption += f" One color is one expert of {of} and the expert of another that matches best."
+    return Passages(columns, caption)
+
+
+def _title(name: str, routing: TextRouting, base: TextRouting, of: str) -> str:
+    layer = len(routing.layers) // 2
+    title = f"{name}, layer {_number(routing, layer)}"
+    if routing is base:
+        return title
+    share, chance = agreement_in(base, routing, layer)
+    return f"{title}: {100 * share:.0f}% as {of}, {100 * chance:.0f}% by chance"
 
 
 def _tokens(routing: TextRouting, base: TextRouting) -> list[tuple[str, str, str]]:
     layer, experts = len(routing.layers) // 2, routing.contexts.shape[1]
     most = max(experts, base.contexts.shape[1])
     beside = routing is not base
-    place = colors_beside(base, routing, layer) if beside else np.arange(experts)
+    place_of = colors_beside(base, routing, layer) if beside else np.arange(experts)
     colors = expert_colors(most)
-    row = routing.tokens[routing.shown[0]][: routing.margin.shape[2]]
-    pieces = [str(piece) for piece in routing.pieces[row]]
-    ends = np.cumsum([len(piece) for piece in pieces])
-    count = int(np.searchsorted(ends, _LETTERS)) + 1
-    first = routing.experts[layer, 0, :count, 0].tolist()
-    return [
-        (piece, colors[int(place[expert])], f"expert {expert}")
-        for piece, expert in zip(pieces[:count], first, strict=False)
-    ]
+    found: list[tuple[str, str, str]] = []
+    for row, place in enumerate(routing.shown.tolist()):
+        if found:
+            found.append(("\n", "", ""))  # passages of a text do not follow each other
+        ids = routing.tokens[place][: routing.margin.shape[2]]
+        first = routing.experts[layer, row, :, 0].tolist()
+        for piece, expert in zip(routing.pieces[ids].tolist(), first, strict=True):
+            if sum(_length(piece) for piece, _, _ in found) >= _LETTERS:
+                return found
+            found.append((piece, colors[int(place_of[expert])], f"expert {expert}"))
+    return found
 
 
-def _number(routing: TextRouting, layer: int) -> int:
+def _length(piece: str) -> int:
+    """Letters of a piece, and those that the rest of a line would have held at each break."""
+    return len(piece) + _LINE * piece.count("\n")
+
+
+def _number(routing: TextRouting, layer: int) -> int | str:
     block = block_number(str(routing.layers[layer]))
     return layer if block is None else block

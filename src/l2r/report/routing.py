@@ -64,14 +64,16 @@ def usage_by_domain(views: Mapping[str, Diagnosis]) -> go.Figure:
 
 
 def robustness_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
-    """Mean Margin, Low-Margin Rate, Stability and Top-k Overlap of every run, with intervals."""
+    """Margin / spread, Stability and Top-k Overlap of every run, with intervals.
+
+    Without the raw margins, whose unit is that of each scoring.
+    """
     fields = {
-        "mean_margin": "Mean margin (logits)",
-        "low_margin_rate": "Low-margin rate",
+        "scale_free_margin": "Margin / spread",
         "stability": "Stability",
         "topk_overlap": "Top-k overlap",
     }
-    return _bars(views, fields, "Margins and robustness, means over layers")
+    return _bars(views, fields, "Robustness, means over layers")
 
 
 def gain_bars(views: Mapping[str, Diagnosis]) -> go.Figure:
@@ -95,19 +97,19 @@ def _bars(views: Mapping[str, Diagnosis], fields: Mapping[str, str], title: str)
             ends = [[row[f"{field}_interval"] for row in view.layers] for view in views.values()]
             low, high = np.array([np.mean(layers, axis=0) for layers in ends]).T
             reach = {"array": high - values, "arrayminus": values - low}
-            error = {"color": INK, "symmetric": False, **reach}
+            error = {"color": INK, "symmetric": False, **reach}  # theme.css: the page's ink
         figure.add_bar(
             x=list(views),
             y=values,
             error_y=error,
-            text=["" if value is None else f"{value:.3g}" for value in values],
+            text=_told_apart(values),
             textposition="outside",
             cliponaxis=False,
             marker_color=[router_color(name, i) for i, name in enumerate(views)],
             showlegend=False,
             **place,
         )
-        shown = _reach([v for v in values if v is not None], error)
+        shown = _reach([v for v in values if v is not None and np.isfinite(v)], error)
         figure.update_yaxes(range=shown, exponentformat="e", **place)
     letters = 10 * max(map(len, fields.values()))  # of a panel's title
     wide = max(70 * len(views) + 60, 200, letters) * len(fields)
@@ -116,25 +118,32 @@ def _bars(views: Mapping[str, Diagnosis], fields: Mapping[str, str], title: str)
 
 
 def _reach(values: Sequence[float], error: Mapping[str, Any] | None) -> list[float] | None:
-    """Choose an axis on which the bars differ visibly: from 0 if they differ by a fifth.
-
-    Where all are closer than that, the axis begins below the least; where nothing differs, at 0.
-    """
+    """Range of an axis with 0, and with room for the number above the highest bar."""
     if not values:
         return None
     up = max(error["array"]) if error else 0.0
-    low, high = min(values), max(values)
-    spread = max(high - low, 2 * up, 1e-3 * abs(high), 1e-9)
-    near = low > 0 and max(high - low, up) > 0 and high - low < 0.2 * high
-    start = low - spread if near else min(0.0, low - 0.2 * spread)
-    return [start, high + up + 0.25 * (high + up - start)]
+    low, high = min(0.0, *values), max(0.0, *values) + up
+    room = 0.2 * max(high - low, 1e-9)
+    return [low - room * (low < 0), high + room]
+
+
+def _told_apart(values: Sequence[float | None]) -> list[str]:
+    """Numbers above bars: with the digits, three to six, in which those that differ look so."""
+    known = {value for value in values if value is not None}
+    for digits in range(3, 7):
+        texts = {value: f"{value:.{digits}f}" for value in known}
+        if len(set(texts.values())) == len(known) and all(
+            value == 0 or float(text) for value, text in texts.items()
+        ):
+            break
+    return ["" if value is None else texts[value] for value in values]
 
 
 def certified_curves(views: Mapping[str, Diagnosis]) -> go.Figure:
     """Share of tokens whose decision holds for every change of the input up to a norm.
 
-    A panel per decision (first expert, chosen set); per checkpoint a solid line that is proven
-    and a dotted one above it that no change found contradicts: the truth lies between.
+    A panel per decision (first expert, chosen set); per checkpoint a thick line that is proven
+    and a thin one above it that no change found contradicts: the truth lies between.
     """
     decisions = {"top1": "First expert unchanged", "topk": "Chosen set unchanged"}
     figure, places = panel_figure(list(decisions.values()), len(decisions))
@@ -145,20 +154,20 @@ def certified_curves(views: Mapping[str, Diagnosis]) -> go.Figure:
     grid = np.linspace(0, max(far, 1.2 * noises[-1]), 161)
     for place, decision in zip(places, decisions, strict=True):
         for number, (name, view) in enumerate(views.items()):
-            for kind, dash in (("certified", "solid"), ("found", "dot")):
+            for kind, width in (("certified", 2.4), ("found", 0.9)):
                 values = np.concatenate(view.by_layer(f"{kind}_{decision}"))
                 figure.add_scatter(
                     x=np.round(grid, 4),
                     y=np.round([np.mean(values >= point) for point in grid], 4),
                     mode="lines",
-                    line={"dash": dash, "color": router_color(name, number)},
+                    line={"width": width, "color": router_color(name, number)},
                     name=f"{name}, {kind}",
                     legendgroup=name,
                     showlegend=place["col"] == 1,
                     **place,
                 )
         for noise in noises:
-            figure.add_vline(x=noise, line_dash="dash", line_color=INK, **place)
+            figure.add_vline(x=noise, line={"color": INK, "width": 1.2}, **place)
             figure.add_annotation(
                 x=noise,
                 y=1.02,

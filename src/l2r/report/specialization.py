@@ -7,7 +7,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from l2r.files.diagnosis import Diagnosis, agree
-from l2r.report.palette import expert_colors, layer_colors
+from l2r.report.palette import DOMAINS, INK, layer_colors
 from l2r.report.routing import drawn_domains
 from l2r.report.style import layout, line_style, panel_figure
 
@@ -49,7 +49,7 @@ def specialization_by_layer(views: Mapping[str, Diagnosis]) -> go.Figure:
                 legendgroup=name,
                 **place,
             )
-            for values, label, dash in ((own, name, line["dash"]), (chance, "by chance", "dot")):
+            for values, label, dash in ((own, name, "solid"), (chance, "by chance", "dot")):
                 figure.add_scatter(
                     x=x,
                     y=values,
@@ -86,12 +86,11 @@ def domain_shares(view: Diagnosis, layers: Sequence[int], name: str) -> go.Figur
     names = view.info["domains"]
     drawn = drawn_domains(view)
     domains = [names[place] for place in drawn]
-    colors = expert_colors(len(domains))
     for place, layer in zip(places, layers, strict=True):
         counts = view.array(layer, "usage_by_domain")[drawn]
         top_k = view.array(layer, "topk").sum()
         shares = top_k * counts / np.maximum(counts.sum(1, keepdims=True), 1)
-        for domain, color, share in zip(domains, colors, shares, strict=False):
+        for domain, color, share in zip(domains, DOMAINS, shares, strict=False):
             figure.add_bar(
                 x=np.arange(len(share)),
                 y=np.round(share, 4),
@@ -101,10 +100,10 @@ def domain_shares(view: Diagnosis, layers: Sequence[int], name: str) -> go.Figur
                 showlegend=layer == layers[0],
                 **place,
             )
-        figure.add_hline(y=top_k / counts.shape[1], line_dash="dash", **place)
+        figure.add_hline(y=top_k / counts.shape[1], line={"color": INK, "width": 1.5}, **place)
         figure.update_yaxes(title_text="share of tokens", **place)
     figure.update_xaxes(title_text="expert", row=places[-1]["row"], col=1)
-    text = f"{name}: share of a domain's tokens that go to each expert; dashed: k / N, an even use"
+    text = f"{name}: share of a domain's tokens that go to each expert; line: k / N, an even use"
     if len(names) > len(domains):
         text += f"<br>{len(domains)} of {len(names)} domains, those with the most tokens"
     legend = {"orientation": "h", "y": -0.28 / len(layers), "x": 0}

@@ -6,16 +6,12 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from l2r.report.palette import INK, expert_colors, router_color, router_dash, stepped
+from l2r.report.palette import INK, expert_colors, router_color, stepped
 
 
 def line_style(name: str, position: int) -> dict[str, Any]:
-    """Line of a curve: the color of its router; variants of a router are dashed."""
-    return {
-        "color": router_color(name, position),
-        "width": 1.8,
-        "dash": router_dash(name, position),
-    }
+    """Line of a curve: the color of its router. Dots and dashes are left to chance."""
+    return {"color": router_color(name, position), "width": 1.8}
 
 
 def expert_axis(count: int, title: str, **colorbar: Any) -> dict[str, Any]:

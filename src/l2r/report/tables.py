@@ -10,6 +10,8 @@ from l2r.files.wording import one_cell
 
 NUMBER = re.compile(r"[-+]?\d\S*$")  # a column never breaks it, as at the hyphen of 2.9e-06
 
+_WORDS = 30  # letters from which a cell is read as a sentence
+
 
 @dataclass(frozen=True)
 class Table:
@@ -76,15 +78,17 @@ class Table:
     def to_html(self) -> str:
         """HTML table element."""
         best = self._best_values()
-        head = "".join(f"<th>{html.escape(c)}</th>" for c in self.columns)
+        shown = [[self.show(value) for value in row] for row in self.rows]
+        wordy = [any(_is_long(row[n]) for row in shown) for n in range(len(self.columns))]
+        heads = zip(self.columns, wordy, strict=True)
+        head = "".join(f"<th{_kind(c, words)}>{html.escape(c)}</th>" for c, words in heads)
         body = ""
-        for row in self.rows:
+        for row in shown:
             cells = ""
-            for column, value in zip(self.columns, row, strict=True):
-                text = html.escape(self.show(value))
-                marked = column in best and text == self.show(best[column])
-                kind = " class='number'" if NUMBER.match(text) else ""
-                cells += f"<td{kind}>{f'<b>{text}</b>' if marked else text}</td>"
+            for column, words, cell in zip(self.columns, wordy, row, strict=True):
+                text = html.escape(cell)
+                marked = column in best and cell == self.show(best[column])
+                cells += f"<td{_kind(cell, words)}>{f'<b>{text}</b>' if marked else text}</td>"
             body += f"<tr>{cells}</tr>"
         caption = f"<p class='caption'>{prose(self.caption)}</p>" if self.caption else ""
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{caption}"
@@ -107,6 +111,19 @@ class Table:
             if len({self.show(value) for value in values}) > 1:
                 best[column] = choose[direction](values)
         return best
+
+
+def _is_long(cell: str) -> bool:
+    return len(cell) > _WORDS and " " in cell and not NUMBER.match(cell)
+
+
+def _kind(cell: str, words: bool) -> str:
+    """Class of a cell: of a column of sentences, a number, or a name, which nothing breaks."""
+    if words:
+        return " class='words'"
+    if NUMBER.match(cell):
+        return " class='number'"
+    return " class='name'" if "-" in cell and " " not in cell and len(cell) > 1 else ""
 
 
 def prose(text: str) -> str:

@@ -15,12 +15,17 @@ _SHUFFLES = 20  # of the tokens, for the agreement by chance
 
 def finding(routing: TextRouting, layer: int) -> str:
     """Say how many of the shown tokens go first to a layer's busiest expert, and who gets none."""
-    first, experts = _first(routing, layer), routing.contexts.shape[1]
-    counts = np.bincount(first, minlength=experts)
-    busiest, none = int(counts.argmax()), int((counts == 0).sum())
-    where = f"{counts[busiest]:,} of {len(first):,} tokens go first to expert {busiest}"
-    rest = "every expert is first for some" if none == 0 else f"{none} of {experts} are never first"
-    return f"{where}; {rest}."
+    most, of, busiest, none = _busiest(routing, layer)
+    experts = routing.contexts.shape[1]
+    rest = f"{none} of {experts} experts get none" if none else "every expert gets some"
+    return f"{most:,} of {of:,} tokens go first to expert {busiest}; {rest}."
+
+
+def _busiest(routing: TextRouting, layer: int) -> tuple[int, int, int, int]:
+    """Tokens of the busiest expert, all tokens, its number, and how many experts have no token."""
+    first = _first(routing, layer)
+    counts = np.bincount(first, minlength=routing.contexts.shape[1])
+    return int(counts.max()), len(first), int(counts.argmax()), int((counts == 0).sum())
 
 
 def headline(texts: Mapping[str, TextRouting]) -> str:
@@ -31,31 +36,50 @@ def headline(texts: Mapping[str, TextRouting]) -> str:
     }
     if alike:
         said = [
-            f"{other} sends {100 * share:.0f}% of the tokens to the partners of {name}'s experts "
+            f"{other} sends {100 * share:.0f}% of the tokens to the experts that match {name}'s "
             f"({100 * chance:.0f}% by chance)"
             for other, (share, chance) in alike.items()
         ]
-        return f"Mean over layers, under the best matching of experts: {'; '.join(said)}."
-    crowd = [np.bincount(_first(routing, n)).max() for n in range(len(routing.layers))]
+        return f"{'; '.join(said)}."
+    crowd = [_busiest(routing, n)[0] for n in range(len(routing.layers))]
     layer = int(np.argmax(crowd))
+    most, of, busiest, none = _busiest(routing, layer)
     block = block_number(str(routing.layers[layer]))
-    number = layer if block is None else block
-    return f"{name}, in its most crowded layer, {number}: {finding(routing, layer)}"
+    rest = f"; {none} of its {routing.contexts.shape[1]} experts get none" * bool(none)
+    return (
+        f"{name} sends {most:,} of {of:,} tokens first to expert {busiest} in its most crowded "
+        f"layer, {layer if block is None else block}{rest}."
+    )
+
+
+def limits(texts: Mapping[str, TextRouting]) -> str:
+    """Say what the colors of a text do not show."""
+    parts = ["Whether the routing is good. The colors are of the first expert of each token alone"]
+    base, *others = texts.values()
+    if any(same_tokens(base, other) for other in others):
+        parts.append(
+            "Percentages are means over layers, under the best matching of experts in each; the "
+            "fewer the tokens, the larger is chance"
+        )
+    return f"{'. '.join(parts)}."
 
 
 def agreement(base: TextRouting, other: TextRouting) -> tuple[float, float]:
-    """Share of tokens at partners of the best matching, mean over layers; the same by chance.
+    """Share of tokens at partners of the best matching, mean over layers; the same by chance."""
+    by_layer = [agreement_in(base, other, layer) for layer in range(len(other.layers))]
+    share, chance = np.mean(by_layer, axis=0)
+    return float(share), float(chance)
+
+
+def agreement_in(base: TextRouting, other: TextRouting, layer: int) -> tuple[float, float]:
+    """Share of tokens at partners of the best matching in a layer; the same by chance.
 
     By chance: the second's tokens shuffled, which keeps loads alone, and matched again.
     """
-    draw = np.random.default_rng(0)
-    shares, chances = [], []
-    for layer in range(len(other.layers)):
-        first, second = _pair(base, other, layer)
-        shares.append(matched(table(first, second)))
-        shuffled = [matched(table(first, draw.permuted(second, axis=1))) for _ in range(_SHUFFLES)]
-        chances.append(np.mean(shuffled))
-    return float(np.mean(shares)), float(np.mean(chances))
+    draw = np.random.default_rng(layer)
+    first, second = _pair(base, other, layer)
+    shuffled = [matched(table(first, draw.permuted(second, axis=1))) for _ in range(_SHUFFLES)]
+    return matched(table(first, second)), float(np.mean(shuffled))
 
 
 def colors_beside(base: TextRouting, other: TextRouting, layer: int) -> Int[np.ndarray, " N"]:

@@ -386,6 +386,7 @@ function start() {
   controls.right.value = last > 0 && shared(last) ? last : NONE;
   writeColors();
   find("headline").textContent = data.headline;
+  find("limits").textContent = data.limits;
   controls.layer.parentElement.hidden = stacked;
 
   followTheme();

@@ -16,7 +16,7 @@ import numpy as np
 from l2r.files.arrays import TextRouting
 from l2r.report.page import Link, Section, write_script_page
 from l2r.report.palette import expert_colors, ink_on
-from l2r.report.text_findings import colors_beside, finding, headline, same_tokens
+from l2r.report.text_findings import colors_beside, finding, headline, limits, same_tokens
 
 _MAX_CHECKPOINTS = 8  # checkpoints of one page
 _BY_TOKEN = ("experts", "weights", "margin", "entropy", "radius")
@@ -95,6 +95,7 @@ def page_data(
     read = [_text(routing) for routing in distinct]
     return {
         "headline": headline(texts),
+        "limits": limits(texts),
         "texts": read,
         "checkpoints": checkpoints,
         "colors": colors,

@@ -14,27 +14,49 @@ class Verdict(NamedTuple):
 
 
 def of_checkpoints(views: Mapping[str, Diagnosis]) -> Verdict:
-    """Verdict of a diagnosis: experts ever first in each checkpoint, and its routing gain."""
-    first = {name: ever_first(view) for name, view in views.items()}
-    of = {name: len(view.array(0, "top1")) for name, view in views.items()}
-    low = min(first, key=lambda name: min(first[name]) / of[name])
-    experts = of[low]
-    layers = "in its layer" if len(first[low]) == 1 else "by layer"
-    many = f"Fewest of {len(views)}: " if len(views) > 1 else ""
-    says = f"{many}{low} ever puts {span(first[low])} of {experts} experts first {layers}."
-    gains = {n: v.numbers().get("routing_gain") for n, v in views.items()}
-    if all(gain is not None for gain in gains.values()):
-        worst = min(gains, key=lambda name: gains[name] or 0.0)
-        whose = f" ({worst}, the least)" if len(views) > 1 else ""
-        gain = gains[worst] or 0.0
-        would = "cost" if gain >= 0 else "save"
-        nats = f"{abs(gain):.3f}" if abs(gain) >= 0.0005 else "less than 0.001"
-        says += f" Random experts instead would {would} {nats} nats{whose}."
+    """Verdict of a diagnosis: the checkpoint with the fewest first choices, and routing gains."""
     return Verdict(
-        says,
+        " ".join(filter(None, (_fewest(views), _least_gain(views)))),
         "Which router is better: that takes several seeds of each. The numbers are of the text or "
         "images read here; raw margins of different scorings have different units.",
     )
+
+
+def _fewest(views: Mapping[str, Diagnosis]) -> str:
+    """Say who uses the fewest experts as a first choice, and in which of its layers."""
+    first = {name: ever_first(view) for name, view in views.items()}
+    of = {name: len(view.array(0, "top1")) for name, view in views.items()}
+    share = {name: min(first[name]) / of[name] for name in views}
+    low = min(share, key=lambda name: share[name])
+    few, experts = min(first[low]), of[low]
+    layer = views[low].label(first[low].index(few))
+    where = f" in its narrowest layer, {layer}" if len(first[low]) > 1 else ""
+    if few == experts:
+        who = low if len(views) == 1 else "Every checkpoint"
+        all_ = f"all its {experts} experts" if len({*of.values()}) == 1 else "all its experts"
+        return f"{who} uses {all_} as a first choice{' in every layer' * (where != '')}."
+    if len(views) == 1:
+        return f"{low} uses {few} of {experts} experts as a first choice{where}."
+    fewest = "the fewest experts" if len({*of.values()}) == 1 else "the smallest share of experts"
+    alike = [name for name in views if share[name] == share[low]]
+    who = f"{low} uses" if len(alike) == 1 else f"{', '.join(alike[:-1])} and {alike[-1]} use"
+    if len(alike) > 1:
+        where = " in the narrowest layer of each"
+    many = f"{few} of {experts}" if len({of[name] for name in alike}) == 1 else f"{share[low]:.0%}"
+    return f"{who} {fewest} as a first choice: {many}{where}."
+
+
+def _least_gain(views: Mapping[str, Diagnosis]) -> str:
+    """Say whose loss rises least with random experts; nothing where a gain was not measured."""
+    gains = {name: view.numbers().get("routing_gain") for name, view in views.items()}
+    if any(gain is None for gain in gains.values()):
+        return ""
+    least = min(gains, key=lambda name: gains[name] or 0.0)
+    gain = gains[least] or 0.0
+    by = f"by {abs(gain):.3f} nats" if abs(gain) >= 0.0005 else "by less than 0.001 nats"
+    if gain < 0:
+        return f"With random experts the loss of {least} falls {by}."
+    return f"With random experts the loss of {least} rises{' least,' * (len(views) > 1)} {by}."
 
 
 def ever_first(view: Diagnosis) -> list[int]:

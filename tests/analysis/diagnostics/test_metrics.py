@@ -105,10 +105,10 @@ def test_load_of_balance_and_of_collapse():
     balanced = metrics.load_from_sums(sums.usage_sums(turns, weights, 4))
     assert balanced["entropy"] == pytest.approx(1)
     assert balanced["cv"] == 0
-    assert balanced["max_over_mean"] == 1
+    assert balanced["max_over_mean"] == 1 and balanced["maxvio"] == 0
     collapsed = metrics.load_from_sums(sums.usage_sums(0 * turns, weights, 4))
     assert collapsed["entropy"] == 0
-    assert collapsed["max_over_mean"] == 4
+    assert collapsed["max_over_mean"] == 4 and collapsed["maxvio"] == 3
     assert collapsed["dead_experts"] == 3 and collapsed["first_experts"] == 1
 
 

@@ -120,13 +120,38 @@ def test_the_terminal_and_the_page_say_the_same(tmp_path):
     assert f"<p class='verdict'>{html.escape(says)}" in shown
 
 
-def test_a_diagnosis_counts_the_experts_that_are_ever_first():
-    view = made_diagnosis()
-    view.arrays["0.top1"] = np.array([0.5, 0.5, 0, 0, 0, 0])
-    view.arrays["1.top1"] = np.array([0.2, 0.2, 0.6, 0, 0, 0])
-    assert of_checkpoints({"mine": view}).says == (
-        "mine ever puts 2 to 3 of 6 experts first by layer. "
-        "Random experts instead would cost 0.120 nats."
+def of_first(view, *layers, experts=6):
+    """A diagnosis with so many first choices in its layers."""
+    for layer, first in enumerate(layers):
+        shares = np.where(np.arange(experts) < first, 1 / first, 0)
+        view.arrays[f"{layer}.top1"] = shares
+    return view
+
+
+def test_a_diagnosis_says_in_a_sentence_who_uses_the_fewest_experts():
+    says = of_checkpoints({"mine": of_first(made_diagnosis(), 3, 2)}).says
+    assert says == (
+        "mine uses 2 of 6 experts as a first choice in its narrowest layer, 1. "
+        "With random experts the loss of mine rises by 0.120 nats."
+    )
+    views = {n: of_first(made_diagnosis(), *f) for n, f in (("a", (6, 5)), ("b", (4, 6)))}
+    views["b"].info["model"]["routing_gain"] = 0.05
+    assert of_checkpoints(views).says == (
+        "b uses the fewest experts as a first choice: 4 of 6 in its narrowest layer, 0. "
+        "With random experts the loss of b rises least, by 0.050 nats."
+    )
+
+
+def test_a_diagnosis_without_a_narrow_layer_says_so_and_a_draw_names_all():
+    full = {name: of_first(made_diagnosis(), 6, 6) for name in "ab"}
+    del full["a"].info["model"]["routing_gain"]
+    says = "Every checkpoint uses all its 6 experts as a first choice in every layer."
+    assert of_checkpoints(full).says == says
+    one = {"a": full["a"]}
+    assert of_checkpoints(one).says == says.replace("Every checkpoint", "a")
+    drawn = {name: of_first(view, 3, 4) for name, view in full.items()}
+    assert of_checkpoints(drawn).says == (
+        "a and b use the fewest experts as a first choice: 3 of 6 in the narrowest layer of each."
     )
 
 
@@ -134,17 +159,14 @@ def test_a_gain_that_rounds_to_nothing_is_said_with_its_bound():
     view = made_diagnosis()
     view.info["model"]["routing_gain"] = -0.0002
     says = of_checkpoints({"mine": view}).says
-    assert says.endswith(" Random experts instead would save less than 0.001 nats.")
+    assert says.endswith(" With random experts the loss of mine falls by less than 0.001 nats.")
 
 
 def test_of_checkpoints_with_other_numbers_of_experts_the_least_share_is_named():
-    views = {"few": made_diagnosis(0), "many": made_diagnosis(1)}
-    for name, first, of in (("few", 3, 6), ("many", 5, 40)):
-        for layer in range(2):
-            shares = np.where(np.arange(of) < first, 1 / first, 0)
-            views[name].arrays[f"{layer}.top1"] = shares
+    views = {"few": of_first(made_diagnosis(0), 3, 3)}
+    views["many"] = of_first(made_diagnosis(1), 5, 5, experts=40)
     says = of_checkpoints(views).says
-    assert says.startswith("Fewest of 2: many ever puts 5 of 40 experts first by layer.")
+    assert says.startswith("many uses the smallest share of experts as a first choice: 5 of 40 in")
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,10 @@ def load_from_sums(sums: Sums) -> dict[str, float]:
     """Balance of the load (assignments per expert over all k choices), and size of the weights.
 
     entropy: of the shares, divided by log N (1 is perfect balance, 0 one expert). cv: standard
-    deviation over mean. max_over_mean and min_over_mean: of the load. dead_experts: number
-    without a token. importance_entropy and importance_cv say the same of the summed routing
-    weights. first_experts: number that some token chose first. weight_sum: of a token's k
+    deviation over mean. max_over_mean and min_over_mean: of the load. maxvio: max_over_mean less
+    one (MaxVio, arXiv 2408.15664). dead_experts: number without a token. importance_entropy and
+    importance_cv say the same of the summed routing weights. first_experts: number that some token
+    chose first. weight_sum: of a token's k
     weights, mean (1 where they are normalized).
     """
     tokens = _count(sums)
@@ -79,6 +80,7 @@ def load_from_sums(sums: Sums) -> dict[str, float]:
         "entropy": normalized_entropy(load.cpu().numpy()),
         "cv": _cv(load),
         "max_over_mean": peak_load(load),
+        "maxvio": peak_load(load) - 1,
         "min_over_mean": (load.min() / mean).item(),
         "dead_experts": float(dead_experts(load)),
         "importance_entropy": normalized_entropy(importance.cpu().numpy()),

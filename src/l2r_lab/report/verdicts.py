@@ -1,4 +1,4 @@
-"""Verdicts of runs, sweeps, studies and plans, each in one sentence."""
+"""Verdicts of runs, sweeps and plans, each in one sentence."""
 
 import math
 import re
@@ -8,9 +8,6 @@ from typing import Any
 from l2r.files.folder import SEED_MARK, RunFolder
 from l2r.report.verdicts import Verdict
 from l2r_lab.files.progress import read_progress
-from l2r_lab.files.study import Study
-from l2r_lab.report.metric_names import METRICS, SMALL
-from l2r_lab.stats.contrasts import NO_VERDICT
 from l2r_lab.stats.paired_t import estimate
 
 _ONE_SEED = (
@@ -66,7 +63,9 @@ def _of_values(values: Mapping[str, Sequence[float]], field: str) -> Verdict:
     if len(values) == 1:
         ((arm, own),) = values.items()
         mean = sum(own) / len(own)
-        return Verdict(f"{arm}: {name} {mean:.{digits}f}, {_seeds(len(own))}.{tail}", _ONE_SEED)
+        return Verdict(
+            f"{arm}: {name} {mean:.{digits}f}, {seeds_in_words(len(own))}.{tail}", _ONE_SEED
+        )
     if len(next(iter(values.values()))) == 1:
         order = sorted(values, key=lambda arm: values[arm][0], reverse=not less)
         first, rest = order[0], order[-1]
@@ -113,50 +112,6 @@ def _against_first(values: Mapping[str, Sequence[float]], name: str, less: bool)
     return f"{what}: {'; '.join(parts)}."
 
 
-def of_study(study: Study) -> Verdict:
-    """Verdicts of the primary contrasts of a plan, counted."""
-    cannot = "Anything outside its plan: other sizes, data, budgets and settings."
-    if not study.results:
-        return Verdict("Nothing was run yet.", cannot)
-    primary = [j for j in study.judged if j.contrast.primary]
-    if not study.judged:
-        return Verdict(
-            "A screen: it proposes what to test next and decides nothing.",
-            f"{cannot} Its best cell is the best of many, so its loss is optimistic.",
-        )
-    if study.seeds < study.least and study.ended:
-        return Verdict(
-            f"Ended after {_seeds(study.seeds)} of at least {study.least}, without a verdict. "
-            f"{study.ended}",
-            cannot,
-        )
-    if study.seeds < study.least:
-        return Verdict(
-            f"No verdict yet: {_seeds(study.seeds)} of at least {study.least} "
-            f"{'is' if study.seeds == 1 else 'are'} complete.",
-            cannot,
-        )
-    if not primary and not study.judge_secondary:
-        return Verdict(f"Intervals and no verdicts: {_seeds(study.seeds)}.", cannot)
-    counts, without = dict[str, list[str]](), list[str]()
-    several = len({j.contrast.metric for j in primary or study.judged}) > 1
-    for j in primary or study.judged:
-        metric = METRICS.get(j.contrast.metric, j.contrast.metric)
-        pair = f"{j.contrast.first} against {j.contrast.second}"
-        says = j.says(".2g" if j.contrast.metric in SMALL else ".3f")
-        pair = f"{pair} in {metric}" if several else pair
-        if j.verdict == NO_VERDICT:
-            without.append(f"{pair}: {says}" + (f" ({j.reason})" if j.reason else ""))
-        else:
-            counts.setdefault(says, []).append(pair)
-    kind = "primary contrast" if primary else "contrast"
-    total = len(primary or study.judged)
-    parts = [f"{len(pairs)} {says}{_named(pairs)}" for says, pairs in counts.items()]
-    parts += [f"{len(without)} without a verdict ({'; '.join(without)})"] if without else []
-    plural = "s" if total > 1 else ""
-    return Verdict(f"Of {total} {kind}{plural}: {'; '.join(parts)}.", cannot)
-
-
 def of_plan(plan: Mapping[str, Any]) -> Verdict:
     """Verdict of a plan: what to run, whether it fits and how long it takes."""
     best, above = plan["best"], plan["above"]
@@ -197,9 +152,6 @@ def _duration(hours: float) -> str:
     return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
 
 
-def _named(pairs: Sequence[str]) -> str:
-    return f" ({pairs[0]})" if len(pairs) == 1 else ""
-
-
-def _seeds(count: int) -> str:
+def seeds_in_words(count: int) -> str:
+    """Write ``1 seed`` or ``3 seeds``."""
     return f"{count} seed{'' if count == 1 else 's'}"

@@ -22,8 +22,8 @@ from l2r_lab.files.study import LOSSES, MEASURES, OF_TEXT, StudyResults
 from l2r_lab.report.evidence import write_study
 from l2r_lab.report.evidence_figures import curves_with_bands, effect_plot
 from l2r_lab.report.evidence_scales import size_plot
-from l2r_lab.report.evidence_tables import effects_by_screen
-from l2r_lab.report.verdicts import of_study
+from l2r_lab.report.screen_effects import effects_by_screen
+from l2r_lab.report.study_verdict import of_study
 from l2r_lab.studies import judging, registration
 from l2r_lab.studies import train_cells as running
 from l2r_lab.studies.judging import StudyPlaces, judge_plan, results_of, seeds_that_fit, study_of

@@ -3,10 +3,11 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from l2r.files.folder import SEED_MARK, RunFolder
 from l2r.report.verdicts import Verdict
+from l2r.stats.intervals import Interval
 from l2r_lab.files.progress import read_progress
 from l2r_lab.stats.paired_t import estimate
 
@@ -34,6 +35,21 @@ def of_runs(runs: Sequence[RunFolder]) -> Verdict:
 
 def of_arms(arms: Mapping[str, Sequence[RunFolder]]) -> Verdict:
     """Verdict of each arm's ended runs, by its name; the first arm is the reference."""
+    found = judged_values(arms)
+    return found if isinstance(found, Verdict) else _of_values(found)
+
+
+class JudgedValues(NamedTuple):
+    """What arms are judged by: its name and digits, whether less is better, values by seed."""
+
+    name: str
+    digits: int
+    less: bool
+    values: Mapping[str, Sequence[float]]
+
+
+def judged_values(arms: Mapping[str, Sequence[RunFolder]]) -> JudgedValues | Verdict:
+    """Find the values of the seeds that all arms have ended, or say why there are none."""
     ended = {name: [r for r in runs if read_progress(r).ended] for name, runs in arms.items()}
     last = {name: _results(runs) for name, runs in ended.items() if _results(runs)}
     if not last:
@@ -49,23 +65,22 @@ def of_arms(arms: Mapping[str, Sequence[RunFolder]]) -> Verdict:
     values = {arm: [float(last[arm][s][held[0]]) for s in seeds] for arm in last}
     if not seeds:
         return Verdict("The finished runs have no seed in common: nothing is compared.")
-    return _of_values(values, held[0])
+    return JudgedValues(*_JUDGED[held[0]], values)
 
 
-def _of_values(values: Mapping[str, Sequence[float]], field: str) -> Verdict:
+def _of_values(judged: JudgedValues) -> Verdict:
     """Verdict of every arm's values, by seeds that all arms have."""
-    name, digits, less = _JUDGED[field]
-    lost = [arm for arm, own in values.items() if not all(map(math.isfinite, own))]
-    values = {arm: own for arm, own in values.items() if arm not in lost}
+    name, digits, less, every = judged
+    lost = [arm for arm, own in every.items() if not all(map(math.isfinite, own))]
+    values = {arm: own for arm, own in every.items() if arm not in lost}
     tail = f" Not finite: {', '.join(lost)}." if lost else ""
     if not values:
         return Verdict(f"No {name} is finite: nothing is compared.{tail}")
     if len(values) == 1:
         ((arm, own),) = values.items()
         mean = sum(own) / len(own)
-        return Verdict(
-            f"{arm}: {name} {mean:.{digits}f}, {seeds_in_words(len(own))}.{tail}", _ONE_SEED
-        )
+        seeds = seeds_in_words(len(own))
+        return Verdict(f"{arm}: {name} {mean:.{digits}f}, {seeds}.{tail}", _ONE_SEED)
     if len(next(iter(values.values()))) == 1:
         order = sorted(values, key=lambda arm: values[arm][0], reverse=not less)
         first, rest = order[0], order[-1]
@@ -96,18 +111,26 @@ def _results(runs: Sequence[RunFolder]) -> dict[int, Mapping[str, Any]]:
     return {seed: records[0] for seed, records in by_seed.items() if records}
 
 
-def _against_first(values: Mapping[str, Sequence[float]], name: str, less: bool) -> str:
+def differences_from_first(values: Mapping[str, Sequence[float]]) -> dict[str, Interval]:
     """Paired differences from the first arm, at 5% over all of them (Bonferroni)."""
     base, *others = values
+    return {
+        arm: estimate([a - b for a, b in zip(values[arm], values[base], strict=True)]).interval(
+            _LEVEL / len(others)
+        )
+        for arm in others
+    }
+
+
+def _against_first(values: Mapping[str, Sequence[float]], name: str, less: bool) -> str:
     by_verdict: dict[str, list[str]] = {"better": [], "worse": [], "not shown to differ": []}
-    for arm in others:
-        gaps = [a - b for a, b in zip(values[arm], values[base], strict=True)]
-        interval = estimate(gaps).interval(_LEVEL / len(others))
+    for arm, interval in differences_from_first(values).items():
         if interval.low > 0 or interval.high < 0:  # neither of NaN
             by_verdict["better" if (interval.mean < 0) == less else "worse"].append(arm)
         else:
             by_verdict["not shown to differ"].append(arm)
     parts = [f"{verdict}: {', '.join(arms)}" for verdict, arms in by_verdict.items() if arms]
+    base = next(iter(values))
     what = f"{name[0].upper()}{name[1:]} against {base} over {len(values[base])} seeds"
     return f"{what}: {'; '.join(parts)}."
 

@@ -159,7 +159,7 @@ def comparison_table(runs: Sequence[RunFolder], *, brief: bool = False) -> Table
     if not brief:
         return whole
     caption = " ".join([*notes, about, _BRIEF_CAPTION])
-    return replace(whole.brief(most=_COLUMNS), title="", caption=caption)
+    return replace(whole.brief(most=_COLUMNS), caption=caption)
 
 
 def write_report(

@@ -56,7 +56,7 @@ def _details(rows: Sequence[Row]) -> list[Section]:
     runs = [run for row in rows for run in row.runs]
     unit, groups = unit_of(runs), ablations(rows)
     lines = {row.label: row.runs for row in rows}
-    parts = groups if len(groups) > 1 else []
+    parts = [ablation for ablation in groups if len(ablation.rows) < len(rows)]
     panels = PANELS[unit]
     sections = [Section("All numbers", parts=[replace(all_rows_table(rows), title="")])]
     if parts:

@@ -15,8 +15,6 @@ from l2r.stats.intervals import Interval
 from l2r_lab.report.ablation import Row, field_name, phrase
 from l2r_lab.report.verdicts import JudgedValues, differences_from_first
 
-_REFERENCE = "#0072b2"
-
 
 def swept_figure(rows: Sequence[Row], judged: JudgedValues) -> list[Any]:
     """Figure and key: a point per cell over the setting with most values, a line per other choice.
@@ -24,12 +22,12 @@ def swept_figure(rows: Sequence[Row], judged: JudgedValues) -> list[Any]:
     Bars are the interval of a cell's paired difference from the first cell, around its own value;
     the level of the first cell is a line.
     """
-    rows = [row for row in rows if row.label in judged.values]
+    rows = [row for row in rows if row.label in judged.finite]
     fields = dict.fromkeys(field for row in rows for field in row.settings)
     if len(rows) < 2 or not fields:
         return []
     field = max(fields, key=lambda name: len({str(row.settings.get(name)) for row in rows}))
-    means = {row.label: fmean(judged.values[row.label]) for row in rows}
+    means = {row.label: fmean(judged.finite[row.label]) for row in rows}
     halves = _halves(judged)
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -44,7 +42,7 @@ def swept_figure(rows: Sequence[Row], judged: JudgedValues) -> list[Any]:
             y=[means[row.label] for row in own],
             error_y={"type": "data", "array": [halves.get(row.label, 0.0) for row in own]},
             text=[f" {means[row.label]:.{judged.digits}f}" for row in own],
-            textposition="middle right",
+            textposition="top right",
             mode=("lines+" if numeric else "")
             + ("markers+text" if len(groups) == 1 else "markers"),
             line=line_style(name or judged.name, number),
@@ -53,30 +51,32 @@ def swept_figure(rows: Sequence[Row], judged: JudgedValues) -> list[Any]:
             showlegend=len(groups) > 1,
             hovertext=[row.label for row in own],
         )
-    base = next(iter(judged.values))
+    base = next(iter(judged.finite))
     if halves:
-        figure.add_hline(y=means[base], line={"color": _REFERENCE, "width": 1.2})
+        figure.add_hline(y=means[base], line={"color": INK, "width": 1.5})
     order = sorted({row.settings.get(field, "none") for row in rows}, key=_place)
     figure.update_xaxes(type="category", title_text=field_name(field))
     figure.update_xaxes(categoryorder="array", categoryarray=[str(value) for value in order])
+    figure.update_xaxes(range=[-0.4, len(order) - 0.3])  # the last number has room
     unit = ", nats" if judged.less else ""
     better = "lower" if judged.less else "higher"
     figure.update_yaxes(title_text=f"{judged.name}{unit} ({better} is better)")
     legend = {"orientation": "h", "y": -0.25, "x": 0, "yanchor": "top"}
     margin = {"l": 65, "r": 15, "t": 15, "b": 55}
     figure.update_layout(**layout(height=400, legend=legend, margin=margin))
-    return [figure, _key(base, len(judged.values[base]))] if halves else [figure]
+    color = figure.data[0].line.color
+    return [figure, _key(base, len(judged.finite[base]), color)] if halves else [figure]
 
 
 def swept_table(rows: Sequence[Row], judged: JudgedValues) -> Table:
     """List every cell: its mean and, over several seeds, its paired difference from the first."""
-    base, *_ = judged.values
+    base = next(iter(judged.finite), "")
     differences = _differences(judged)
     cells = []
     for row in rows:
-        if row.label not in judged.values:
+        if row.label not in judged.finite:
             continue
-        mean = f"{fmean(judged.values[row.label]):.{judged.digits}f}"
+        mean = f"{fmean(judged.finite[row.label]):.{judged.digits}f}"
         gap = differences.get(row.label)
         shown = "-" if gap is None else _interval(gap, judged.digits)
         cells.append((row.label, row.router_parameters, mean, *([shown] if differences else [])))
@@ -86,14 +86,15 @@ def swept_table(rows: Sequence[Row], judged: JudgedValues) -> Table:
 
 
 def _about(judged: JudgedValues) -> str:
-    others = len(judged.values) - 1
+    others = len(judged.finite) - 1
     over = f" over all {others} differences (Bonferroni)" if others > 1 else ""
     return f"Differences are paired by seed; 95%{over}, by Student's t."
 
 
 def _differences(judged: JudgedValues) -> Mapping[str, Interval]:
-    seeds = len(next(iter(judged.values.values())))
-    return differences_from_first(judged.values) if seeds > 1 and len(judged.values) > 1 else {}
+    values = judged.finite
+    several = len(values) > 1 and len(next(iter(values.values()))) > 1
+    return differences_from_first(values) if several else {}
 
 
 def _halves(judged: JudgedValues) -> dict[str, float]:
@@ -105,14 +106,10 @@ def _interval(gap: Interval, digits: int) -> str:
     return f"{gap.mean:+.{digits}f} [{gap.low:+.{digits}f}, {gap.high:+.{digits}f}]"
 
 
-def _key(base: str, seeds: int) -> Key:
+def _key(base: str, seeds: int, color: str) -> Key:
+    level = f"level of {base}; a cell whose bar leaves it out differs"
     bar = f"95% interval of the difference from {base}, paired over {seeds} seeds"
-    return Key(
-        (
-            (_REFERENCE, f"level of {base}: a bar that leaves it out differs", "line"),
-            (INK, bar, "line"),
-        )
-    )
+    return Key(((INK, level, "line"), (color, bar, "line")))
 
 
 def _place(value: Any) -> tuple[bool, float, str]:

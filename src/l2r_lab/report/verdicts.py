@@ -47,6 +47,11 @@ class JudgedValues(NamedTuple):
     less: bool
     values: Mapping[str, Sequence[float]]
 
+    @property
+    def finite(self) -> dict[str, Sequence[float]]:
+        """Values of the arms all of whose values are finite."""
+        return {arm: own for arm, own in self.values.items() if all(map(math.isfinite, own))}
+
 
 def judged_values(arms: Mapping[str, Sequence[RunFolder]]) -> JudgedValues | Verdict:
     """Find the values of the seeds that all arms have ended, or say why there are none."""
@@ -71,8 +76,8 @@ def judged_values(arms: Mapping[str, Sequence[RunFolder]]) -> JudgedValues | Ver
 def _of_values(judged: JudgedValues) -> Verdict:
     """Verdict of every arm's values, by seeds that all arms have."""
     name, digits, less, every = judged
-    lost = [arm for arm, own in every.items() if not all(map(math.isfinite, own))]
-    values = {arm: own for arm, own in every.items() if arm not in lost}
+    values = judged.finite
+    lost = [arm for arm in every if arm not in values]
     tail = f" Not finite: {', '.join(lost)}." if lost else ""
     if not values:
         return Verdict(f"No {name} is finite: nothing is compared.{tail}")
@@ -89,7 +94,7 @@ def _of_values(judged: JudgedValues) -> Verdict:
             f"{values[rest][0]:.{digits}f} ({rest}).{tail}",
             _ONE_SEED,
         )
-    return Verdict(_against_first(values, name, less) + tail, _SEEDS)
+    return Verdict(_against_first(values, judged) + tail, _SEEDS)
 
 
 def _unlike_budgets(arms: Mapping[str, Sequence[RunFolder]]) -> str:
@@ -122,11 +127,14 @@ def differences_from_first(values: Mapping[str, Sequence[float]]) -> dict[str, I
     }
 
 
-def _against_first(values: Mapping[str, Sequence[float]], name: str, less: bool) -> str:
+def _against_first(values: Mapping[str, Sequence[float]], judged: JudgedValues) -> str:
+    """Name the arms that differ from the first, with the size, and those not shown to."""
+    name, digits, less, _ = judged
     by_verdict: dict[str, list[str]] = {"better": [], "worse": [], "not shown to differ": []}
     for arm, interval in differences_from_first(values).items():
         if interval.low > 0 or interval.high < 0:  # neither of NaN
-            by_verdict["better" if (interval.mean < 0) == less else "worse"].append(arm)
+            size = f"{arm} by {abs(interval.mean):.{digits}f}"
+            by_verdict["better" if (interval.mean < 0) == less else "worse"].append(size)
         else:
             by_verdict["not shown to differ"].append(arm)
     parts = [f"{verdict}: {', '.join(arms)}" for verdict, arms in by_verdict.items() if arms]

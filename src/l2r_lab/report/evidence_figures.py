@@ -41,7 +41,7 @@ def forest(study: Study, rows: Sequence[Judged], *, untrained: bool = False) -> 
     """
     by_metric: dict[str, list[Judged]] = {}
     for j in rows:
-        if j.seeds > 1 and j.sd > 0:
+        if j.seeds > 1 and math.isfinite(j.difference.half):
             by_metric.setdefault(j.contrast.metric, []).append(j)
     if not by_metric:
         return None

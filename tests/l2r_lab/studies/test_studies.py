@@ -741,9 +741,9 @@ def test_a_verdict_over_several_metrics_says_which_metric_was_decided():
     both = [{**pair, "metric": "validation_ce"}, entropy]
     margins = {"validation_ce": 0.02, "load_entropy": 0.02}
     for contrasts, words in (
-        (both, "2 of 2 primary contrasts are decided: l2r is 1.000 nats below linear in "
-               "validation CE (better); l2r is 1.000 below linear in load entropy (worse)."),
-        (both[:1], "1 of 1 primary contrast is decided: l2r is 1.000 nats below linear in "
+        (both, "2 of 2 primary contrasts are decided: l2r is 0.999 nats below linear in "
+               "validation CE (better); l2r is 0.999 below linear in load entropy (worse)."),
+        (both[:1], "1 of 1 primary contrast is decided: l2r is 0.999 nats below linear in "
                    "validation CE (better)."),
     ):  # fmt: skip
         plan = registered(contrasts=contrasts, margins=margins)

@@ -78,7 +78,7 @@ def forest(study: Study, rows: Sequence[Judged], *, untrained: bool = False) -> 
         room = _room_for_numbers(oriented if untrained else oriented[::2])
         if metric in study.margins:
             room = [min(room[0], 1.1 * ends["x0"]), max(room[1], 1.1 * ends["x1"])]
-        ticks = {"nticks": 5, "tickangle": 0}
+        ticks = {"nticks": 6, "tickangle": 0}
         figure.update_xaxes(title_text=title, title_standoff=4, range=room, **ticks, **place)
     margin = {"l": 150, "r": 25, "t": 10, "b": 70}
     figure.update_layout(**layout(height=inside + 80, margin=margin))

@@ -42,7 +42,7 @@ def swept_figure(rows: Sequence[Row], judged: JudgedValues) -> list[Any]:
             y=[means[row.label] for row in own],
             error_y={"type": "data", "array": [halves.get(row.label, 0.0) for row in own]},
             text=[f" {means[row.label]:.{judged.digits}f}" for row in own],
-            textposition="top right",
+            textposition=["top right"] * (len(own) - 1) + ["top left"],  # the last has no room
             mode=("lines+" if numeric else "")
             + ("markers+text" if len(groups) == 1 else "markers"),
             line=line_style(name or judged.name, number),
@@ -57,7 +57,7 @@ def swept_figure(rows: Sequence[Row], judged: JudgedValues) -> list[Any]:
     order = sorted({row.settings.get(field, "none") for row in rows}, key=_place)
     figure.update_xaxes(type="category", title_text=field_name(field))
     figure.update_xaxes(categoryorder="array", categoryarray=[str(value) for value in order])
-    figure.update_xaxes(range=[-0.4, len(order) - 0.3])  # the last number has room
+    figure.update_xaxes(range=[-0.4, len(order) - 0.6])
     unit = ", nats" if judged.less else ""
     better = "lower" if judged.less else "higher"
     figure.update_yaxes(title_text=f"{judged.name}{unit} ({better} is better)")

@@ -24,7 +24,7 @@ from scripts.pages import gap_by_tokens, needed_rank, routers_by_experts
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 STUDIES = {  # picture: plan, words of a figure
     "screen-scales": ("screen", "experts ever first"),
-    "decision-forest": ("decision", "toward better"),
+    "decision-forest": ("decision", "first better"),
     "decision-training": ("decision", "The same less that of"),
 }
 OF_SEVERAL: dict[str, tuple[Callable[[], go.Figure], str]] = {  # of several studies: figure, words
@@ -39,8 +39,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 @contextmanager
-def opened(page: Path, width: int, height: int) -> Iterator[Page]:
-    """The page in a browser, in its light theme."""
+def opened(page: Path, width: int, height: int, *, unfolded: bool = False) -> Iterator[Page]:
+    """The page in a browser, in its light theme; ``unfolded``: with all its parts open."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise SystemExit(f"error: none of {', '.join(BROWSERS)} is on the PATH")
@@ -50,6 +50,8 @@ def opened(page: Path, width: int, height: int) -> Iterator[Page]:
         )
         tab.set_default_timeout(240_000)  # plotly is large, and the machine may be busy
         tab.goto(page.resolve().as_uri())
+        if unfolded:
+            tab.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
         tab.wait_for_timeout(1500)  # figures draw themselves after the page is there
         yield tab
 
@@ -73,7 +75,7 @@ def top(page: Path, out: Path, width: int, height: int) -> None:
 
 def figure(page: Path, out: Path, words: str, width: int = 920) -> None:
     """The first figure with these words in it."""
-    with opened(page, width, 900) as tab:
+    with opened(page, width, 900, unfolded=True) as tab:
         tab.locator(".plotly-graph-div").filter(has_text=words).first.screenshot(path=out)
 
 

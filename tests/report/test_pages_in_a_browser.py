@@ -116,7 +116,7 @@ def test_the_explorer_waits_for_room(open_tab, pages):
     wait_until(tab, DRAWN)
     assert errors == []
     tab.set_viewport_size({"width": 420, "height": 900})
-    wait_until(tab, "document.getElementById('landscape').width > 300")
+    wait_until(tab, "document.getElementById('landscape').width > 150")
     assert errors == []
 
 

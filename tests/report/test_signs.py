@@ -54,12 +54,13 @@ def study(gap, better="smaller", before=0.0, metric="validation_ce"):
     ],
 )
 def test_better_is_green_and_on_the_right(gap, better, verdict, color):
-    before, after = forest(study(gap, better, before=0.1)).data
+    one = study(gap, better, before=0.1)
+    before, after = forest(one, one.judged, untrained=True).data
     assert (after.name, after.marker.color, before.name) == (verdict, color, "step 0")
     side = 1 if better == "larger" else -1
     mean = sum(NOISE) / 3
-    assert after.x[0] == pytest.approx(side * (gap + mean) / MARGIN)
-    assert before.x[0] == pytest.approx(side * (0.1 + mean) / MARGIN)
+    assert after.x[0] == pytest.approx(side * (gap + mean))  # nats, not margins
+    assert before.x[0] == pytest.approx(side * (0.1 + mean))
     assert after.error_x.array[0] > 0
     sign = "+" if gap + mean > 0 else "-"
     assert after.hovertext.startswith(f"{verdict}: {sign}")
@@ -76,7 +77,7 @@ def test_no_verdict_is_dark():
     plan = StudyPlan.model_validate(SMALL)
     again = study_of(RegisteredPlan(plan, "small", "d", "c", "registered"), results)
     assert again.judged[0].verdict == "no verdict"
-    assert forest(again).data[1].marker.color == DARK
+    assert forest(again, again.judged).data[0].marker.color == DARK
 
 
 def test_a_difference_is_first_minus_second_and_every_number_stands_in_its_column():
@@ -145,11 +146,12 @@ def test_the_gap_of_a_curve_is_the_arm_less_the_first():
 def test_health_is_that_of_the_worst_layer(tmp_path):
     run = RunFolder(tmp_path)
     lists = {"load_entropy": [0.9, 0.5], "max_over_mean": [2.0, 3.0], "dead_experts": [1, 4]}
-    run.append_metrics({"kind": "train", "step": 1, "tokens": 5, **lists})
+    for step in (1, 2):
+        run.append_metrics({"kind": "train", "step": step, "tokens": 5 * step, **lists})
     worst = {"load_entropy": 0.5, "max_over_mean": 3.0, "dead_experts": 5.0}
     for field, expected in worst.items():
         (line,) = curves({"a": [run]}, [("train", field, field, "y")], "tokens").data
-        assert list(line.y) == [expected] and list(line.x) == [5]
+        assert list(line.y) == [expected] * 2 and list(line.x) == [5, 10]
 
 
 def test_a_line_is_the_mean_of_its_seeds_where_all_have_been(tmp_path):

@@ -46,7 +46,7 @@ class Ablation:
     @property
     def title(self) -> str:
         """Title in the form of the paper's captions: ``Varying rank with heads 4``."""
-        name = _NAMES.get(self.field, self.field)
+        name = field_name(self.field)
         shared = ", ".join(phrase(field, value) for field, value in self.fixed.items())
         return f"Varying {name}" + (f" with {shared}" if shared else "")
 
@@ -68,11 +68,16 @@ _NAMES = {"router.rank": "rank", "router.heads": "heads", "router.kind": "router
 _HEADS = {"router.rank": "Rank", "router.heads": "H", "router.kind": "Router"}
 
 
+def field_name(field: str) -> str:
+    """Name a field of a recipe: ``rank`` for router.rank."""
+    return _NAMES.get(field, field)
+
+
 def phrase(field: str, value: Any) -> str:
     """One setting in words; a router is called by its name alone."""
     if field == "router.kind":
         return str(value)
-    return f"{_NAMES.get(field, field)} {value}"
+    return f"{field_name(field)} {value}"
 
 
 def final_numbers(run: RunFolder) -> dict[str, float]:
@@ -149,7 +154,7 @@ def ablation_table(ablation: Ablation) -> Table:
         rows.append((str(row.settings[ablation.field]), *size, *numbers))
     head = _HEADS.get(ablation.field, ablation.field)
     columns = (head, *(["Router params"] if sizes else []), *shown)
-    caption = _caption(ablation.rows, sizes=sizes)
+    caption = _caption(ablation.rows, shown, sizes=sizes)
     return Table(ablation.title, columns, tuple(rows), caption=caption, few=_TERMINAL_COLUMNS)
 
 
@@ -162,7 +167,7 @@ def all_rows_table(rows: Sequence[Row]) -> Table:
         tuple(
             (row.label, _size(row), *(show_number(row, column) for column in shown)) for row in rows
         ),
-        caption=_caption(rows),
+        caption=_caption(rows, shown),
         few=_TERMINAL_COLUMNS,
         verdict=of_arms({row.label: row.runs for row in rows}).says,
     )
@@ -209,8 +214,9 @@ def _without(settings: Mapping[str, Any], field: str) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != field}
 
 
-def _caption(rows: Sequence[Row], *, sizes: bool = True) -> str:
-    text = "Accuracies in per cent, CE in nats."
+def _caption(rows: Sequence[Row], shown: Sequence[str], *, sizes: bool = True) -> str:
+    accuracies = any(column in _PERCENT for column in shown)
+    text = "Accuracies in per cent, CE in nats." if accuracies else "CE in nats."
     if sizes:
         text += " Router parameters over all MoE layers, and their share of the linear router's."
     return f"{text} {seeds_caption(sorted({len(row.runs) for row in rows}))}"

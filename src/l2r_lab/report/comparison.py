@@ -1,18 +1,23 @@
 """The comparison of several runs: one table and one page."""
 
+import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from l2r.files.arrays import TextRouting
+import numpy as np
+
+from l2r.files.arrays import PatchRouting, TextRouting
 from l2r.files.diagnosis import is_diagnosed, read_diagnosis
 from l2r.files.final_losses import last_tenth
 from l2r.files.folder import SEED_MARK, RunFolder
 from l2r.report.analyses import analysis_sections, routing_sections
 from l2r.report.page import Section, write_page
 from l2r.report.palette import ROUTER_COLORS
-from l2r.report.patches import patch_sections
+from l2r.report.passages import first_passages
+from l2r.report.patches import compare_patches, patch_sections
 from l2r.report.tables import Table
 from l2r.report.text_view import text_page_of, text_sections
 from l2r.report.verdicts import ever_first, span
@@ -57,6 +62,14 @@ _CAPTION = (
     "layers. Routing gain: rise of the cross-entropy, in nats, with random experts. Other routing "
     "metrics are means over layers."
 )
+_BRIEF_CAPTION = (
+    "Stability: share of tokens that keep their first expert under noise of sigma 0.02 on router "
+    "inputs. Load entropy: 1 is an even load. Experts ever first: least and most over the layers. "
+    "Routing gain: nats that random experts would cost."
+)
+_COLUMNS = 8  # of the table on a first screen
+_TEXTS = 3  # colored side by side
+_IMAGES = 2
 _SAME_START = "Every run starts from the same weights outside its router and sees the same batches."
 _NOT_THE_SAME = "Runs differ in their seed, data, model or batch."
 
@@ -96,8 +109,10 @@ def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
     return [replace(table, caption=table.caption + note)]
 
 
-def comparison_table(runs: Sequence[RunFolder]) -> Table:
+def comparison_table(runs: Sequence[RunFolder], *, brief: bool = False) -> Table:
     """One row per run: validation CE per domain, balance, routing metrics, router parameters.
+
+    ``brief``: eight columns and three digits.
 
     Runs that have ended are compared at their ends. The others have no results then; where
     none has ended, all are compared at the last place that all have validated. Nothing is marked
@@ -133,13 +148,18 @@ def comparison_table(runs: Sequence[RunFolder]) -> Table:
         command = shlex.join(["l2r", "diagnose", *map(str, undiagnosed)])
         out = shlex.quote(str(undiagnosed[0].parent))
         notes.append(f"`{command} --out {out}` fills the columns of routing that are empty.")
-    return Table(
+    about = _OF_TASK[unit_of(runs)]
+    whole = Table(
         "Routers compared",
         ("router", "steps", *columns),
         tuple(rows),
-        caption=" ".join([*notes, _OF_TASK[unit_of(runs)], _CAPTION]),
+        caption=" ".join([*notes, about, _CAPTION]),
         few=_TERMINAL_COLUMNS,
     )
+    if not brief:
+        return whole
+    caption = " ".join([*notes, about, _BRIEF_CAPTION])
+    return replace(whole.brief(most=_COLUMNS), caption=caption)
 
 
 def write_report(
@@ -152,22 +172,24 @@ def write_report(
     """
     runs = first_seeds(every)
     verdict = of_runs(in_paper_order(every))
-    tables = [*accuracy_over_seeds(every), comparison_table(runs), *task_accuracies(every)]
-    tables[0] = replace(tables[0], verdict=verdict.says)
     views = {run.name: read_diagnosis(run.path) for run in runs if is_diagnosed(run.path)}
     unit = unit_of(runs)
     lines = {run.name: [run] for run in runs}
     texts = {run.name: TextRouting.read(run.text) for run in runs if run.text.is_file()}
     alike = _SAME_START if _start_alike(runs) else _NOT_THE_SAME
-    sections = [
-        *text_sections(texts, path),
-        Section("Result", parts=tables),
+    lead = [*_pictures(runs, texts, path), comparison_table(runs, brief=True)]
+    whole, over_seeds = comparison_table(runs), accuracy_over_seeds(every)
+    accuracies = [*over_seeds, *task_accuracies(every)]
+    sections = [Section("Accuracy", parts=accuracies)] if accuracies else []
+    more = [
+        Section("All numbers", parts=[replace(whole, title="")]),
         *curve_sections("Training", alike, lines, PANELS[unit], unit),
         *curve_sections("Routing health", "Worst layer of every run.", lines, HEALTH_PANELS, unit),
     ]
     if views:
-        sections += [*routing_sections(views), *analysis_sections(views, details=False)]
-    sections += [*patch_sections(runs), Section("Runs", parts=[facts_table(runs)])]
+        more += [*routing_sections(views), *analysis_sections(views, details=False)]
+    more += [*patch_sections(runs), Section("Runs", parts=[facts_table(runs)])]
+    sections += [replace(section, folded=True) for section in more]
     progress = {run.name: read_progress(run) for run in runs}
     sizes = [run.read_json(run.environment).get("parameters", 0) for run in runs]
     seen = _span([state.seen for state in progress.values()])
@@ -179,9 +201,44 @@ def write_report(
         summary += f" Still training; this page reloads every {reload:g} s."
     title = "l2r: routers compared"
     write_page(
-        path, title=title, summary=summary, sections=sections, verdict=verdict, reload=reload
+        path,
+        title=title,
+        summary=summary,
+        sections=sections,
+        verdict=verdict,
+        lead=lead,
+        reload=reload,
     )
-    return tables[0], [path, *([text_page_of(path)] if texts else [])]
+    first = replace([*over_seeds, whole][0], verdict=verdict.says)
+    return first, [path, *([text_page_of(path)] if texts else [])]
+
+
+def _pictures(runs: Sequence[RunFolder], texts: Mapping[str, TextRouting], path: Path) -> list[Any]:
+    """Show what the routers do: text in the colors of experts, or images under their patches."""
+    if texts:
+        (section,) = text_sections(texts, path)
+        (link,) = section.parts
+        say = f"Open the whole text of {len(texts)} router{'s' * (len(texts) > 1)}, layer by layer"
+        return [first_passages(_few(texts, runs)), replace(link, text=say)]
+    routings = {run.name: PatchRouting.read(run.patches) for run in runs if run.patches.is_file()}
+    first = next(iter(routings.values()), None)
+    if first is None:
+        return []
+    alike = {n: r for n, r in routings.items() if np.array_equal(first.images, r.images)}
+    return [compare_patches(dict(list(alike.items())[:_TEXTS]), images=_IMAGES)]
+
+
+def _few(texts: Mapping[str, TextRouting], runs: Sequence[RunFolder]) -> dict[str, TextRouting]:
+    """Keep the first of many texts and those of the lowest and of the highest loss."""
+    if len(texts) <= _TEXTS:
+        return dict(texts)
+    last = {run.name: (run.read_metrics("validation") or [{}])[-1] for run in runs}
+    losses = {name: last[name].get("ce/mean", math.inf) for name in texts}
+    by_loss = sorted(
+        (name for name in texts if math.isfinite(losses[name])), key=losses.__getitem__
+    )
+    shown = {next(iter(texts)), *by_loss[:1], *by_loss[-1:]}
+    return {name: text for name, text in texts.items() if name in shown}
 
 
 def unit_of(runs: Sequence[RunFolder]) -> str:

@@ -10,6 +10,7 @@ from l2r.errors import InputError
 from l2r.files.folder import RunFolder
 from l2r.report.page import Section
 from l2r.report.style import layout, line_style, panel_figure
+from l2r.report.tables import Table
 
 # (record kind, field, panel title, axis title)
 LANGUAGE_PANELS = (
@@ -59,9 +60,30 @@ def curve_sections(
     panels: Sequence[tuple[str, str, str, str]],
     unit: str,
 ) -> list[Section]:
-    """Return the section of ``curves``; none where no run has a record of any panel."""
+    """Return the section of ``curves``; none where no run has a record of any panel.
+
+    What was recorded once is a number in a table and no curve.
+    """
     figure = curves(groups, panels, unit)
-    return [Section(title, text, [figure])] if figure.data else []
+    parts = [*([figure] if figure.data else []), *_measured_once(groups, panels, unit)]
+    return [Section(title, text, parts)] if parts else []
+
+
+def _measured_once(
+    groups: Mapping[str, Sequence[RunFolder]],
+    panels: Sequence[tuple[str, str, str, str]],
+    unit: str,
+) -> list[Table]:
+    """Tabulate the panels that ``curves`` leaves out although they have a value."""
+    columns, by_panel = list[str](), list[dict[str, float]]()
+    for kind, field, title, _ in panels:
+        lines = {name: mean_curve(runs, kind, field, unit) for name, runs in groups.items()}
+        if max((len(x) for x, _ in lines.values()), default=0) == 1:
+            columns.append(title)
+            by_panel.append({name: y[0] for name, (x, y) in lines.items() if x})
+    rows = [(name, *(values.get(name) for values in by_panel)) for name in groups]
+    head = ("run", *columns)
+    return [Table("Measured once", head, tuple(rows), digits=3)] if columns else []
 
 
 def curves(
@@ -71,14 +93,14 @@ def curves(
 ) -> go.Figure:
     """Make a panel per number, a line per group, against ``unit`` (tokens or images) seen.
 
-    A line is the mean over the runs of its group (repeats with other seeds). Panels of which no
-    run has a record are left out.
+    A line is the mean over the runs of its group (repeats with other seeds). Panels are left out
+    where no line has two points: a single one is a number, and tables have it.
     """
     lines = {
         panel: {name: mean_curve(runs, *panel[:2], unit) for name, runs in groups.items()}
         for panel in panels
     }
-    shown = [panel for panel in panels if any(x for x, _ in lines[panel].values())]
+    shown = [panel for panel in panels if any(len(x) > 1 for x, _ in lines[panel].values())]
     if not shown:
         return go.Figure()
     figure, rows = line_panels([(panel[2], panel[3], lines[panel]) for panel in shown], unit)

@@ -1,26 +1,38 @@
 """The page of a study and its Markdown file: verdicts, precision, arms, curves, screens."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from l2r.files.atomic import write_text
 from l2r.report.page import Key, Section, write_page
-from l2r.report.palette import INK, VERDICT_COLORS
+from l2r.report.palette import INK
+from l2r.report.tables import Table
 from l2r.report.verdicts import span
 from l2r_lab.files.study import Study, hardware
-from l2r_lab.report.evidence_figures import arms_of_curves, curves_with_bands, effect_plot, forest
+from l2r_lab.report.evidence_figures import (
+    arms_of_curves,
+    curves_with_bands,
+    effect_plot,
+    forest,
+    largest_effects,
+)
 from l2r_lab.report.evidence_scales import scale_plot, size_plot
 from l2r_lab.report.evidence_tables import (
     arm_table,
     contrast_table,
     effect_table,
-    effects_by_screen,
+    first_table,
     method,
     precision_table,
     proposals,
     seed_tables,
 )
-from l2r_lab.report.verdicts import of_study
-from l2r_lab.stats.contrasts import NOT_FINITE, SEEDS_MISSING
+from l2r_lab.report.screen_effects import effects_by_screen, loss_effects
+from l2r_lab.report.study_verdict import of_study
+from l2r_lab.stats.contrasts import NO_VERDICT, NOT_FINITE, SEEDS_MISSING
+from l2r_lab.stats.effects import Effect
 from l2r_lab.stats.paired_t import detectable
 
 _TWO_INTERVALS = (
@@ -34,14 +46,10 @@ _WHY = (
     "before training), or its p-value exceeds alpha after Holm's procedure (not after Holm)."
 )
 _TOO_FEW = "Seeds missing: the plan's least seeds are not complete, so no contrast is decided."
-_BARS = "Bars are 95% intervals; primary contrasts are bold."
-_KEY = Key(
-    (
-        *((color, verdict, "line") for verdict, color in VERDICT_COLORS.items()),
-        ("color-mix(in srgb, " + INK + " 60%, transparent)", "the same at step 0", "line"),
-        ("color-mix(in srgb, " + INK + " 20%, transparent)", "inside the margin", "box"),
-    )
-)
+_UNTRAINED = "Faint: the same models at step 0. Primary contrasts are the larger dots."
+_INSIDE = ("color-mix(in srgb, " + INK + " 20%, transparent)", "inside the plan's margin", "box")
+_MOST = 8  # contrasts that a first screen holds
+_KEY = Key(((INK, "95% interval", "line"), _INSIDE))
 
 
 def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
@@ -52,37 +60,19 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
     effect_tables = [effect_table(name, changes) for name, changes in effects.items()]
     if effects:
         effect_tables.insert(0, proposals(study))
-    sections = list[Section]()
-    if tables:
-        forests = [forest(study, margins=margins) for margins in (True, False)]
-        figures = [figure for figure in forests if figure is not None]
-        sections.append(Section("Contrasts", _BARS, [_KEY, *figures, *tables]))
-    if effect_tables:
-        text = (
-            "Least squares over cells and seeds: change from a factor's first level, 95%; losses "
-            "and gains in nats, load entropy as a share of the largest possible. What the "
-            "model leaves, lack of fit included, is the error. Unadjusted: a screen chooses what "
-            f"to test, it tests nothing. Reference levels: {_references(study)}."
-        )
-        figures = [effect_plot(effects), scale_plot(study)]
-        sections.append(Section("Main effects", text, [*figures, *effect_tables]))
     arms, by_seed = arm_table(study), seed_tables(study)
-    sections.append(Section("Precision", parts=[precision_table(study)])) if tables else None
-    size = size_plot(study)
-    if size is None:
-        sections.append(Section("Arms", parts=[arms, *by_seed]))
-    else:
-        text = "Bars of the figure end at the smallest and the largest loss of an arm's seeds."
-        sections.append(Section("Arms", text, [size, arms, *by_seed]))
-    if study.results:
-        text = "Mean of all steps between two points; bands are 95% intervals over the seeds."
-        drawn, ran = len(arms_of_curves(study)), len(arms.rows)
-        if drawn < ran:
-            which = "those of contrasts" if tables else "the least losses of the first seed"
-            text += f" {drawn} of {ran} arms are drawn: {which}."
-        sections.append(Section("Training", text, [curves_with_bands(study)]))
-    judged = [method(study), *_notes(study), _chance(study)] if tables else []
-    sections.append(Section("Registration and method", " ".join([*_registration(study), *judged])))
+    method_text = _method(study) if tables else []
+    sections = [
+        *_size_section(study),
+        *_contrast_sections(study, tables),
+        *_screen_sections(study, effects, effect_tables),
+        *_training_sections(study, contrasts=bool(tables)),
+        Section("Every arm and seed", parts=[arms, *by_seed], folded=True),
+    ]
+    if tables:
+        sections.append(Section("Precision", parts=[precision_table(study)], folded=True))
+    registered = " ".join([*_registration(study), *method_text])
+    sections.append(Section("Registration and method", registered, folded=True))
     verdict = of_study(study)
     page = write_page(
         pages / "report.html",
@@ -90,6 +80,7 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
         summary=study.question,
         sections=sections,
         verdict=verdict,
+        lead=_lead(study, tables),
     )
     parts = [f"# {study.title}", verdict.says, study.question, *_registration(study)]
     if tables:
@@ -102,6 +93,76 @@ def write_study(study: Study, pages: Path, texts: Path) -> tuple[Path, Path]:
     text = "\n\n".join(part.strip() for part in parts if part)
     write_text(texts / "report.md", text + "\n")
     return page, texts / "report.md"
+
+
+def _lead(study: Study, tables: Sequence[Table]) -> list[Any]:
+    """Show the verdict: the contrasts it counts or the largest effects of the screens."""
+    if not tables:
+        changes = loss_effects(study)
+        return [largest_effects(changes)] if changes else []
+    shown = [j for j in study.judged if j.contrast.primary] or list(study.judged)
+    if len(shown) > _MOST and (size := size_plot(study)) is not None:
+        return [size]
+    shown.sort(key=lambda j: j.verdict == NO_VERDICT)  # of many, those that are decided
+    figure = forest(study, shown[:_MOST])
+    return [] if figure is None else [figure, _KEY]
+
+
+def _contrast_sections(study: Study, tables: Sequence[Table]) -> list[Section]:
+    """Return the numbers of the primary contrasts, and folded all numbers of all."""
+    if not tables:
+        return []
+    shown = [j for j in study.judged if j.contrast.primary] or list(study.judged)
+    every = forest(study, study.judged, untrained=True)
+    figures = [] if every is None else [every, _KEY]
+    return [
+        Section("Contrasts", parts=[first_table(shown)], folded=len(shown) > _MOST),
+        Section("Every contrast and number", _UNTRAINED, [*figures, *tables], folded=True),
+    ]
+
+
+def _screen_sections(
+    study: Study,
+    effects: Mapping[str, Mapping[str, Sequence[Effect]]],
+    tables: Sequence[Table],
+) -> list[Section]:
+    if not effects:
+        return []
+    text = (
+        "Least squares over cells and seeds: change from a factor's first level, 95%; losses "
+        "and gains in nats, load entropy as a share of the largest possible. What the "
+        "model leaves, lack of fit included, is the error. Unadjusted: a screen chooses what "
+        f"to test, it tests nothing. Reference levels: {_references(study)}."
+    )
+    proposed, *by_screen = tables
+    return [
+        Section("Proposed", parts=[replace(proposed, title="", digits=3)]),
+        Section("Every effect", text, [effect_plot(effects), *by_screen], folded=True),
+        Section("Loss and scales of every arm", parts=[scale_plot(study)], folded=True),
+    ]
+
+
+def _size_section(study: Study) -> list[Section]:
+    size = size_plot(study)
+    text = "Bars end at the smallest and the largest loss of an arm's seeds. Named: every arm, or "
+    text += "of many those of which no other has both a smaller router and a lower loss."
+    return [] if size is None else [Section("Loss and size of the router", text, [size])]
+
+
+def _training_sections(study: Study, *, contrasts: bool) -> list[Section]:
+    if not study.results:
+        return []
+    text = "Mean of all steps between two points; bands are 95% intervals over the seeds."
+    drawn = len(arms_of_curves(study))
+    ran = sum(bool(study.values(arm, "validation_ce")) for arm in study.arms)
+    if drawn < ran:
+        which = "those of contrasts" if contrasts else "the least losses of the first seed"
+        text += f" {drawn} of {ran} arms are drawn: {which}."
+    return [Section("Training", text, [curves_with_bands(study)], folded=True)]
+
+
+def _method(study: Study) -> list[str]:
+    return [method(study), *_notes(study), _chance(study)]
 
 
 def _registration(study: Study) -> list[str]:

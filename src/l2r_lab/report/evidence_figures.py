@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from html import escape
 from textwrap import wrap
 from typing import Any
 
@@ -10,12 +11,14 @@ from plotly.subplots import make_subplots
 
 from l2r.report.palette import INK, VERDICT_COLORS
 from l2r.report.style import layout, line_style
-from l2r_lab.files.study import LOSSES, Study
-from l2r_lab.report.metric_names import METRICS
-from l2r_lab.stats.contrasts import NO_VERDICT, Contrast, Judged
+from l2r.stats.intervals import Interval
+from l2r_lab.files.study import Study
+from l2r_lab.report.metric_names import METRICS, NATS, SMALL
+from l2r_lab.stats.contrasts import Contrast, Judged
 from l2r_lab.stats.effects import Effect
 from l2r_lab.stats.paired_t import estimate
 
+_ROW, _AXIS = 52, 78  # pixels of a contrast, and of an axis between panels
 _SHOWN = 12  # curves; more are hard to distinguish
 _LONG = 24  # characters of an arm's name
 
@@ -30,53 +33,114 @@ def in_words(contrast: Contrast) -> str:
     return contrast.text or asked
 
 
-def forest(study: Study, *, margins: bool = True) -> go.Figure | None:
-    """Every contrast and, faint, the same at step 0, toward better on the right.
+def forest(study: Study, rows: Sequence[Judged], *, untrained: bool = False) -> go.Figure | None:
+    """Differences of contrasts in the unit of their metric, a panel per metric; none of no rows.
 
-    ``margins``: contrasts whose metric has a margin, in margins, with the band of the margin;
-    otherwise the others, in deviations of their paired differences. None where there are none.
+    A difference stands on the right of 0 where the first arm is the better one. A metric's margin
+    is a band. ``untrained`` adds, faint, the same models at step 0.
     """
-    figure = go.Figure()
-    rows = [j for j in study.judged if j.seeds > 1 and _unit(study, j) > 0]
-    rows = [j for j in rows if (j.contrast.metric in study.margins) == margins]
-    if not rows:
+    by_metric: dict[str, list[Judged]] = {}
+    for j in rows:
+        if j.seeds > 1 and math.isfinite(j.difference.half):
+            by_metric.setdefault(j.contrast.metric, []).append(j)
+    if not by_metric:
         return None
-    for number, j in enumerate(rows):
-        unit = _unit(study, j) * (1 if j.contrast.better == "larger" else -1)
-        for value, color, opacity, name in (
-            (j.untrained, INK, 0.6, "step 0"),
-            (
-                j.difference,
-                VERDICT_COLORS.get(j.verdict, VERDICT_COLORS[NO_VERDICT]),
-                1.0,
-                j.verdict,
-            ),
-        ):
-            figure.add_scatter(
-                x=[value.mean / unit],
-                y=[number - 0.15 * (name == "step 0")],
-                error_x={"type": "data", "array": [abs(value.half / unit)]},
-                mode="markers",
-                marker={"color": color, "size": 9 if j.contrast.primary else 6},
-                opacity=opacity,
-                name=name,
-                hovertext=f"{name}: {value.mean:+.4f} [{value.low:+.4f}, {value.high:+.4f}]",
-                showlegend=False,
-            )
-    if margins:
-        figure.add_vrect(x0=-1, x1=1, fillcolor=INK, opacity=0.2, line_width=0, layer="below")
-    figure.add_vline(x=0, line_color=INK)
-    lines = [wrap(in_words(j.contrast), 30) for j in rows]
-    row_height = max(42, 17 * max(map(len, lines), default=1))  # pixels: no name overlaps the next
-    names = ["<br>".join(of_name) for of_name in lines]
-    names = [f"<b>{w}</b>" if j.contrast.primary else w for w, j in zip(names, rows, strict=True)]
-    figure.update_yaxes(tickvals=list(range(len(rows))), ticktext=names)
-    figure.update_yaxes(range=[len(rows) - 0.4, -0.6])
-    unit_name = _margins_of(study, rows) if margins else "deviations of the paired differences"
-    figure.update_xaxes(title_text=f"toward better, in {unit_name}")
-    margin = {"l": 215, "r": 15, "t": 20}
-    figure.update_layout(**layout(wide=520, height=110 + row_height * len(rows), margin=margin))
+    counts = [len(own) for own in by_metric.values()]
+    inside = _ROW * sum(counts) + _AXIS * (len(counts) - 1)
+    figure = make_subplots(
+        rows=len(counts),
+        cols=1,
+        row_heights=counts,
+        vertical_spacing=_AXIS / inside if len(counts) > 1 else 0,
+    )
+    for row, (metric, own) in enumerate(by_metric.items(), start=1):
+        for number, j in enumerate(own):
+            if untrained:
+                _add_contrast(figure, j, j.untrained, (row, number + 0.18), "step 0")
+            _add_contrast(figure, j, j.difference, (row, number), j.verdict)
+        place = {"row": row, "col": 1}
+        if metric in study.margins:
+            ends = {"x0": -study.margins[metric], "x1": study.margins[metric]}
+            fill = {"fillcolor": INK, "opacity": 0.2, "line_width": 0, "layer": "below"}
+            figure.add_vrect(**ends, **fill, **place)
+        figure.add_vline(x=0, line_color=INK, **place)
+        figure.update_yaxes(
+            tickvals=list(range(len(own))),
+            ticktext=[_row_name(j) for j in own],
+            range=[len(own) - 0.45, -0.6],
+            showgrid=False,
+            zeroline=False,
+            **place,
+        )
+        unit = "nats" if metric in NATS else "share"
+        title = f"{METRICS.get(metric, metric)}, {unit}<br>\u2190 first worse | first better \u2192"
+        oriented = [_oriented(j.contrast, v) for j in own for v in (j.difference, j.untrained)]
+        room = _room_for_numbers(oriented if untrained else oriented[::2])
+        if metric in study.margins:
+            room = [min(room[0], 1.1 * ends["x0"]), max(room[1], 1.1 * ends["x1"])]
+        ticks = {"nticks": 6, "tickangle": 0}
+        figure.update_xaxes(title_text=title, title_standoff=4, range=room, **ticks, **place)
+    margin = {"l": 150, "r": 25, "t": 10, "b": 70}
+    figure.update_layout(**layout(height=inside + 80, margin=margin))
     return figure
+
+
+def _add_contrast(
+    figure: go.Figure, j: Judged, value: Interval, place: tuple[int, float], name: str
+) -> None:
+    """Draw a dot with the 95% interval and, of what was trained, the number."""
+    row, height = place
+    color, digits = VERDICT_COLORS.get(name, INK), ".1e" if j.contrast.metric in SMALL else ".3f"
+    middle, half = _oriented(j.contrast, value).mean, abs(value.half)
+    figure.add_scatter(
+        x=[middle],
+        y=[height],
+        error_x={"type": "data", "array": [half]},
+        mode="markers",
+        marker={"color": color, "size": 9 if j.contrast.primary else 6},
+        opacity=0.6 if name == "step 0" else 1.0,
+        name=name,
+        hovertext=f"{name}: {value.mean:+.4f} [{value.low:+.4f}, {value.high:+.4f}], first - second"
+        f"<br>{escape(in_words(j.contrast))}",
+        hoverinfo="text",
+        showlegend=False,
+        row=row,
+        col=1,
+    )
+    if name != "step 0" and math.isfinite(half):
+        _number(figure, f"{middle:+{digits}}", middle + half, height, color, row=row, col=1)
+
+
+def _number(
+    figure: go.Figure, text: str, x: float, y: float | str, color: str, **place: int
+) -> None:
+    """Write a number right of its interval."""
+    beside = {"xanchor": "left", "xshift": 5, "showarrow": False}
+    figure.add_annotation(text=text, x=x, y=y, font={"color": color}, **beside, **place)
+
+
+def _room_for_numbers(intervals: Sequence[Interval]) -> list[float]:
+    """Range of an axis that holds 0, the intervals and a number right of each."""
+    ends = [end for value in intervals for end in value[1:] if math.isfinite(end)]
+    low, high = min([0.0, *ends]), max([0.0, *ends])
+    wide = (high - low) or 1.0
+    return [low - 0.04 * wide, high + 0.3 * wide]
+
+
+def _oriented(contrast: Contrast, value: Interval) -> Interval:
+    """Turn a difference so that better is positive."""
+    if contrast.better == "larger":
+        return value
+    return Interval(-value.mean, -value.high, -value.low)
+
+
+def _row_name(j: Judged) -> str:
+    """Pair of arms and, in its color, the verdict."""
+    since = f", since {' and '.join(j.contrast.since)}" if j.contrast.since else ""
+    lines = wrap(f"{j.contrast.first} vs {j.contrast.second}{since}", 21)
+    color = VERDICT_COLORS.get(j.verdict, INK)
+    name = "<br>".join(escape(line, quote=False) for line in lines)
+    return f"{name}<br><span style='color:{color}'>{j.verdict}</span>"
 
 
 def arms_of_curves(study: Study) -> list[str]:
@@ -117,6 +181,38 @@ def curves_with_bands(study: Study) -> go.Figure:
     return figure
 
 
+def largest_effects(effects: Sequence[tuple[str, Effect]], most: int = 10) -> go.Figure:
+    """Draw effects on the validation loss, largest falls first; the largest in size of many."""
+    kept = sorted(effects, key=lambda one: -abs(one[1].change.mean))[:most]
+    kept.sort(key=lambda one: one[1].change.mean)
+    color = VERDICT_COLORS["equivalent"]
+    figure = go.Figure()
+    figure.add_scatter(
+        x=[effect.change.mean for _, effect in kept],
+        y=list(range(len(kept))),
+        error_x={"type": "data", "array": [effect.change.half for _, effect in kept]},
+        mode="markers",
+        marker={"color": color, "size": 8},
+        showlegend=False,
+    )
+    for number, (_, effect) in enumerate(kept):
+        change = effect.change
+        _number(figure, f"{change.mean:+.3f}", change.high, number, INK)
+    figure.add_vline(x=0, line_color=INK)
+    names = [
+        "<br>".join(wrap(f"{screen}: {effect.factor} {effect.level}", 22))
+        for screen, effect in kept
+    ]
+    figure.update_yaxes(tickvals=list(range(len(kept))), ticktext=names, showgrid=False)
+    figure.update_yaxes(zeroline=False, range=[len(kept) - 0.4, -0.6])
+    title = "change of the validation CE, nats<br>\u2190 lower is better"
+    room = _room_for_numbers([effect.change for _, effect in kept])
+    figure.update_xaxes(title_text=title, title_standoff=4, nticks=5, tickangle=0, range=room)
+    margin = {"l": 165, "r": 10, "t": 10, "b": 70}
+    figure.update_layout(**layout(height=80 + 44 * len(kept), margin=margin))
+    return figure
+
+
 def effect_plot(screens: Mapping[str, Mapping[str, Sequence[Effect]]]) -> go.Figure:
     """Effects with intervals: a row of panels per screen, a panel per metric that all have."""
     first, *others = screens.values()
@@ -149,19 +245,6 @@ def effect_plot(screens: Mapping[str, Mapping[str, Sequence[Effect]]]) -> go.Fig
         **layout(wide=900, height=len(screens) * (150 + 26 * most), margin={"l": 240})
     )
     return figure
-
-
-def _margins_of(study: Study, rows: Sequence[Judged]) -> str:
-    """Name of the axis' unit: the margin, where all contrasts have one metric."""
-    metrics = {j.contrast.metric for j in rows}
-    if len(metrics) > 1:
-        return "margins of each metric"
-    (metric,) = metrics
-    return f"margins of {study.margins[metric]:g}{' nats' if metric in LOSSES else ''}"
-
-
-def _unit(study: Study, j: Judged) -> float:
-    return study.margins.get(j.contrast.metric, j.sd)
 
 
 def _by_seed(study: Study, arm: str) -> dict[int, dict[int, float]]:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from l2r.report.tables import Table
 from l2r.stats.intervals import Interval
-from l2r_lab.files.study import ScreenDesign, Study
+from l2r_lab.files.study import Study
 from l2r_lab.report.evidence_figures import in_words
 from l2r_lab.report.metric_names import METRICS, SMALL
-from l2r_lab.report.verdicts import of_study
+from l2r_lab.report.screen_effects import effects_by_screen
+from l2r_lab.report.study_verdict import of_study
 from l2r_lab.stats.contrasts import Judged
-from l2r_lab.stats.effects import Effect, best_by_fit, effects_of
+from l2r_lab.stats.effects import Effect, best_by_fit
 from l2r_lab.stats.paired_t import estimate
 
-_SCREENED = ("validation_ce", "flipped_tokens", "routing_gain", "load_entropy")
 _COLUMNS = (
     "contrast", "verdict", "difference", "p", "seeds that decide", "why no verdict", "first",
     "second", "seeds", "at step 0", "plain paired t", "p equivalent", "metric", "kind", "paper",
@@ -59,6 +59,21 @@ def contrast_table(study: Study, *, primary: bool | None = None) -> Table:
         few=("difference", "p", "verdict", "seeds that decide"),
         verdict=of_study(study).says,
     )
+
+
+def first_table(judged: Sequence[Judged]) -> Table:
+    """List contrasts in five columns and three digits, for the open part of a page."""
+    rows = []
+    for j in judged:
+        digits = ".1e" if j.contrast.metric in SMALL else ".3f"
+        pair = f"{j.contrast.first} vs {j.contrast.second}"
+        if j.contrast.since:
+            pair += f", since {' and '.join(j.contrast.since)}"
+        metric = METRICS.get(j.contrast.metric, j.contrast.metric)
+        p = "-" if j.verdict == "interval" else f"{j.p:.2g}"
+        rows.append((pair, metric, show_interval(j.difference, digits), p, j.says(digits)))
+    columns = ("first vs second", "metric", "first - second [95%]", "p", "verdict")
+    return Table("", columns, tuple(rows))
 
 
 def precision_table(study: Study) -> Table:
@@ -171,27 +186,6 @@ def _row(j: Judged) -> tuple[object, ...]:
 def show_interval(value: Interval, digits: str = ".4f") -> str:
     """``+0.0123 [+0.0021, +0.0225]``."""
     return f"{value.mean:+{digits}} [{value.low:+{digits}}, {value.high:+{digits}}]"
-
-
-def effects_by_screen(study: Study) -> dict[str, dict[str, list[Effect]]]:
-    """Effects by screen and metric, of the screens whose runs so far separate them."""
-    by_screen = {name: _effects_of(study, screen) for name, screen in study.screens.items()}
-    return {name: effects for name, effects in by_screen.items() if effects}
-
-
-def _effects_of(study: Study, screen: ScreenDesign) -> dict[str, list[Effect]]:
-    own = [result for result in study.results if result.arm in screen.arms]
-    cells, seeds = [screen.arms[r.arm] for r in own], [r.seed for r in own]
-    effects = {}
-    for metric in _SCREENED:
-        if any(metric not in r.trained for r in own):
-            continue  # older than the metric
-        values = [r.trained[metric] for r in own]
-        try:
-            effects[metric] = effects_of(screen.levels, screen.interactions, cells, seeds, values)
-        except ValueError:
-            return {}
-    return effects
 
 
 def effect_table(name: str, effects: dict[str, list[Effect]]) -> Table:

@@ -49,6 +49,8 @@ function choose(set) {
   find("heads").max = anchors[0].length;
   find("experts").max = anchors.length;
   for (const name of ["experts", "spread"]) find(name).parentElement.hidden = !spreads;
+  find("try-spread").hidden = !spreads;
+  find("try-heads").hidden = anchors[0].length === 1;
   find("set").value = set;
 }
 
@@ -212,7 +214,17 @@ function drawPlanes(anchors, cells, draft) {
   const regions = plane("regions", areas, anchors, anchors.map((_, n) => n));
   label(regions, first, cells);
   const seen = [...new Set(first)].sort((a, b) => a - b);
+  find("finding").textContent = countRegions(seen, anchors.length);
   find("regions").ariaLabel = `First experts on the plane: ${seen.join(", ")}`;
+}
+
+// "3 of 8 experts have no region: 3, 4, 7 are first nowhere on this plane."
+function countRegions(seen, experts) {
+  const none = Array.from({ length: experts }, (_, n) => n).filter((n) => !seen.includes(n));
+  if (!none.length) return `Each of the ${experts} experts is first somewhere on this plane.`;
+  const most = 10, named = none.slice(0, most).join(", ") + (none.length > most ? " and others" : "");
+  const have = none.length === 1 ? "has" : "have", are = none.length === 1 ? "is" : "are";
+  return `${none.length} of ${experts} experts ${have} no region: ${named} ${are} first nowhere on this plane.`;
 }
 
 // The number of every expert where its regions are widest: the cell farthest from their borders.

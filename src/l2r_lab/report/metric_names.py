@@ -29,3 +29,9 @@ METRICS = {
     "int8_kl_replay_share": "share of KL to int8 that replay takes away",
 }
 SMALL = ("bf16_ce_change", "bf16_kl", "int8_ce_change", "int8_kl")  # far below 0.0001 nats
+# Metrics in nats per token or image.
+NATS = (
+    "validation_ce", "train_ce", "routing_gain", "shuffled_gain", "train_ce_third_quarter",
+    "train_ce_last_quarter", "train_ce_late_change", "bf16_ce_change", "bf16_kl", "int8_ce_change",
+    "int8_kl",
+)  # fmt: skip

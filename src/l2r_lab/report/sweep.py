@@ -1,12 +1,15 @@
-"""The page of a sweep: tables, ablation curves, expert usage and training dynamics."""
+"""The page of a sweep: the loss against the swept setting; tables, curves and usage folded."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from l2r.files.diagnosis import Diagnosis, is_diagnosed, read_diagnosis
 from l2r.report.page import Section, write_page
 from l2r.report.routing import USAGE_TITLES, gain_bars, usage_by_layer
 from l2r.report.tables import Table
+from l2r.report.verdicts import Verdict
 from l2r_lab.report.ablation import (
     Ablation,
     Row,
@@ -18,32 +21,56 @@ from l2r_lab.report.ablation import (
 )
 from l2r_lab.report.comparison import PANELS, facts_table, unit_of
 from l2r_lab.report.curves import HEALTH_PANELS, curve_sections
-from l2r_lab.report.verdicts import of_arms
+from l2r_lab.report.swept_settings import swept_figure, swept_table
+from l2r_lab.report.verdicts import judged_values, of_arms
 
 
 def write_sweep_page(rows: Sequence[Row], path: Path, *, failed: Mapping[str, str]) -> Path:
     """Write the page; ``failed`` gives the error of every cell that failed, by its name."""
     runs = [run for row in rows for run in row.runs]
-    unit = unit_of(runs)
     lines = {row.label: row.runs for row in rows}
-    groups = ablations(rows)
-    tables = [*(ablation_table(ablation) for ablation in groups), all_rows_table(rows)]
-    sections = [Section("Result", parts=tables)]
+    judged = judged_values(lines)
+    lead, sections = list[Any](), list[Section]()
+    if not isinstance(judged, Verdict):
+        lead = swept_figure(rows, judged)
+        sections.append(Section("Result", parts=[swept_table(rows, judged)]))
     if failed:
         table = Table("", ("cell", "error"), tuple(failed.items()))
         sections.append(Section("Failed cells", "They are in none of the tables.", [table]))
-    if groups:
+    sections += [replace(section, folded=True) for section in _details(rows)]
+    return write_page(
+        path,
+        title="l2r: sweep",
+        summary=f"{len(rows)} choices of the grid, {len(runs)} runs, {len(failed)} failed.",
+        sections=sections,
+        verdict=of_arms(lines),
+        lead=lead,
+    )
+
+
+def _details(rows: Sequence[Row]) -> list[Section]:
+    """Return what does not help to choose: every number, curves, expert usage, runs.
+
+    Tables and curves of an ablation stand there where it is not the whole sweep.
+    """
+    runs = [run for row in rows for run in row.runs]
+    unit, groups = unit_of(runs), ablations(rows)
+    lines = {row.label: row.runs for row in rows}
+    parts = [ablation for ablation in groups if len(ablation.rows) < len(rows)]
+    panels = PANELS[unit]
+    sections = [Section("All numbers", parts=[replace(all_rows_table(rows), title="")])]
+    if parts:
+        tables = [ablation_table(ablation) for ablation in parts]
+        sections.append(Section("Ablations in the layout of the paper", parts=tables))
         text = "Training cross-entropy, mean over seeds."
-        sections.append(Section("Ablations", text, [ablation_curves(groups, unit)]))
-    sections += [section for ablation in groups for section in _usage(ablation)]
-    text = "Mean over seeds. Downstream tasks appear where a recipe names evaluation.tasks."
-    sections += curve_sections("Training dynamics", text, lines, PANELS[unit], unit)
+        sections.append(Section("Training of each ablation", text, [ablation_curves(parts, unit)]))
+        panels = panels[1:]  # the training cross-entropy stands there
+    text = "Mean over seeds."
+    sections += curve_sections("Training dynamics", text, lines, panels, unit)
     text = "Worst layer, mean over seeds."
     sections += curve_sections("Routing health", text, lines, HEALTH_PANELS, unit)
-    sections.append(Section("Runs", parts=[facts_table(runs)]))
-    summary = f"{len(rows)} choices of the grid, {len(runs)} runs, {len(failed)} failed."
-    verdict = of_arms(lines)
-    return write_page(path, title="l2r: sweep", summary=summary, sections=sections, verdict=verdict)
+    sections += [section for ablation in groups for section in _usage(ablation)]
+    return [*sections, Section("Runs", parts=[facts_table(runs)])]
 
 
 def _usage(ablation: Ablation) -> list[Section]:

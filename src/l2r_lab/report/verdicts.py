@@ -1,16 +1,14 @@
-"""Verdicts of runs, sweeps, studies and plans, each in one sentence."""
+"""Verdicts of runs, sweeps and plans, each in one sentence."""
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from l2r.files.folder import SEED_MARK, RunFolder
 from l2r.report.verdicts import Verdict
+from l2r.stats.intervals import Interval
 from l2r_lab.files.progress import read_progress
-from l2r_lab.files.study import Study
-from l2r_lab.report.metric_names import METRICS, SMALL
-from l2r_lab.stats.contrasts import NO_VERDICT
 from l2r_lab.stats.paired_t import estimate
 
 _ONE_SEED = (
@@ -37,6 +35,26 @@ def of_runs(runs: Sequence[RunFolder]) -> Verdict:
 
 def of_arms(arms: Mapping[str, Sequence[RunFolder]]) -> Verdict:
     """Verdict of each arm's ended runs, by its name; the first arm is the reference."""
+    found = judged_values(arms)
+    return found if isinstance(found, Verdict) else _of_values(found)
+
+
+class JudgedValues(NamedTuple):
+    """What arms are judged by: its name and digits, whether less is better, values by seed."""
+
+    name: str
+    digits: int
+    less: bool
+    values: Mapping[str, Sequence[float]]
+
+    @property
+    def finite(self) -> dict[str, Sequence[float]]:
+        """Values of the arms all of whose values are finite."""
+        return {arm: own for arm, own in self.values.items() if all(map(math.isfinite, own))}
+
+
+def judged_values(arms: Mapping[str, Sequence[RunFolder]]) -> JudgedValues | Verdict:
+    """Find the values of the seeds that all arms have ended, or say why there are none."""
     ended = {name: [r for r in runs if read_progress(r).ended] for name, runs in arms.items()}
     last = {name: _results(runs) for name, runs in ended.items() if _results(runs)}
     if not last:
@@ -52,21 +70,22 @@ def of_arms(arms: Mapping[str, Sequence[RunFolder]]) -> Verdict:
     values = {arm: [float(last[arm][s][held[0]]) for s in seeds] for arm in last}
     if not seeds:
         return Verdict("The finished runs have no seed in common: nothing is compared.")
-    return _of_values(values, held[0])
+    return JudgedValues(*_JUDGED[held[0]], values)
 
 
-def _of_values(values: Mapping[str, Sequence[float]], field: str) -> Verdict:
+def _of_values(judged: JudgedValues) -> Verdict:
     """Verdict of every arm's values, by seeds that all arms have."""
-    name, digits, less = _JUDGED[field]
-    lost = [arm for arm, own in values.items() if not all(map(math.isfinite, own))]
-    values = {arm: own for arm, own in values.items() if arm not in lost}
+    name, digits, less, every = judged
+    values = judged.finite
+    lost = [arm for arm in every if arm not in values]
     tail = f" Not finite: {', '.join(lost)}." if lost else ""
     if not values:
         return Verdict(f"No {name} is finite: nothing is compared.{tail}")
     if len(values) == 1:
         ((arm, own),) = values.items()
         mean = sum(own) / len(own)
-        return Verdict(f"{arm}: {name} {mean:.{digits}f}, {_seeds(len(own))}.{tail}", _ONE_SEED)
+        seeds = seeds_in_words(len(own))
+        return Verdict(f"{arm}: {name} {mean:.{digits}f}, {seeds}.{tail}", _ONE_SEED)
     if len(next(iter(values.values()))) == 1:
         order = sorted(values, key=lambda arm: values[arm][0], reverse=not less)
         first, rest = order[0], order[-1]
@@ -75,7 +94,7 @@ def _of_values(values: Mapping[str, Sequence[float]], field: str) -> Verdict:
             f"{values[rest][0]:.{digits}f} ({rest}).{tail}",
             _ONE_SEED,
         )
-    return Verdict(_against_first(values, name, less) + tail, _SEEDS)
+    return Verdict(_against_first(values, judged) + tail, _SEEDS)
 
 
 def _unlike_budgets(arms: Mapping[str, Sequence[RunFolder]]) -> str:
@@ -97,64 +116,31 @@ def _results(runs: Sequence[RunFolder]) -> dict[int, Mapping[str, Any]]:
     return {seed: records[0] for seed, records in by_seed.items() if records}
 
 
-def _against_first(values: Mapping[str, Sequence[float]], name: str, less: bool) -> str:
+def differences_from_first(values: Mapping[str, Sequence[float]]) -> dict[str, Interval]:
     """Paired differences from the first arm, at 5% over all of them (Bonferroni)."""
     base, *others = values
+    return {
+        arm: estimate([a - b for a, b in zip(values[arm], values[base], strict=True)]).interval(
+            _LEVEL / len(others)
+        )
+        for arm in others
+    }
+
+
+def _against_first(values: Mapping[str, Sequence[float]], judged: JudgedValues) -> str:
+    """Name the arms that differ from the first, with the size, and those not shown to."""
+    name, digits, less, _ = judged
     by_verdict: dict[str, list[str]] = {"better": [], "worse": [], "not shown to differ": []}
-    for arm in others:
-        gaps = [a - b for a, b in zip(values[arm], values[base], strict=True)]
-        interval = estimate(gaps).interval(_LEVEL / len(others))
+    for arm, interval in differences_from_first(values).items():
         if interval.low > 0 or interval.high < 0:  # neither of NaN
-            by_verdict["better" if (interval.mean < 0) == less else "worse"].append(arm)
+            size = f"{arm} by {abs(interval.mean):.{digits}f}"
+            by_verdict["better" if (interval.mean < 0) == less else "worse"].append(size)
         else:
             by_verdict["not shown to differ"].append(arm)
     parts = [f"{verdict}: {', '.join(arms)}" for verdict, arms in by_verdict.items() if arms]
+    base = next(iter(values))
     what = f"{name[0].upper()}{name[1:]} against {base} over {len(values[base])} seeds"
     return f"{what}: {'; '.join(parts)}."
-
-
-def of_study(study: Study) -> Verdict:
-    """Verdicts of the primary contrasts of a plan, counted."""
-    cannot = "Anything outside its plan: other sizes, data, budgets and settings."
-    if not study.results:
-        return Verdict("Nothing was run yet.", cannot)
-    primary = [j for j in study.judged if j.contrast.primary]
-    if not study.judged:
-        return Verdict(
-            "A screen: it proposes what to test next and decides nothing.",
-            f"{cannot} Its best cell is the best of many, so its loss is optimistic.",
-        )
-    if study.seeds < study.least and study.ended:
-        return Verdict(
-            f"Ended after {_seeds(study.seeds)} of at least {study.least}, without a verdict. "
-            f"{study.ended}",
-            cannot,
-        )
-    if study.seeds < study.least:
-        return Verdict(
-            f"No verdict yet: {_seeds(study.seeds)} of at least {study.least} "
-            f"{'is' if study.seeds == 1 else 'are'} complete.",
-            cannot,
-        )
-    if not primary and not study.judge_secondary:
-        return Verdict(f"Intervals and no verdicts: {_seeds(study.seeds)}.", cannot)
-    counts, without = dict[str, list[str]](), list[str]()
-    several = len({j.contrast.metric for j in primary or study.judged}) > 1
-    for j in primary or study.judged:
-        metric = METRICS.get(j.contrast.metric, j.contrast.metric)
-        pair = f"{j.contrast.first} against {j.contrast.second}"
-        says = j.says(".2g" if j.contrast.metric in SMALL else ".3f")
-        pair = f"{pair} in {metric}" if several else pair
-        if j.verdict == NO_VERDICT:
-            without.append(f"{pair}: {says}" + (f" ({j.reason})" if j.reason else ""))
-        else:
-            counts.setdefault(says, []).append(pair)
-    kind = "primary contrast" if primary else "contrast"
-    total = len(primary or study.judged)
-    parts = [f"{len(pairs)} {says}{_named(pairs)}" for says, pairs in counts.items()]
-    parts += [f"{len(without)} without a verdict ({'; '.join(without)})"] if without else []
-    plural = "s" if total > 1 else ""
-    return Verdict(f"Of {total} {kind}{plural}: {'; '.join(parts)}.", cannot)
 
 
 def of_plan(plan: Mapping[str, Any]) -> Verdict:
@@ -197,9 +183,6 @@ def _duration(hours: float) -> str:
     return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
 
 
-def _named(pairs: Sequence[str]) -> str:
-    return f" ({pairs[0]})" if len(pairs) == 1 else ""
-
-
-def _seeds(count: int) -> str:
+def seeds_in_words(count: int) -> str:
+    """Write ``1 seed`` or ``3 seeds``."""
     return f"{count} seed{'' if count == 1 else 's'}"

@@ -1,18 +1,24 @@
 """The comparison of runs: at equal amounts of training or not at all."""
 
+import re
+
 import numpy as np
 import pytest
 
 from l2r.files.diagnosis import USAGE, Diagnosis
 from l2r.files.folder import RunFolder
 from l2r_lab.report.comparison import (
+    PANELS,
     accuracy_over_seeds,
     comparison_table,
     first_seeds,
     in_paper_order,
     write_report,
 )
+from l2r_lab.report.curves import curve_sections
+from tests.report.pages import made_diagnosis
 from tests.report.runs import PER_STEP, bold, made_run
+from tests.report.texts import random_text
 
 
 @pytest.fixture
@@ -133,6 +139,46 @@ def test_the_table_says_how_to_fill_the_columns_of_routing(ended, tmp_path):
     for run in ended:
         Diagnosis({"domains": ["a"]}, [layer], arrays).save(run.path)
     assert "l2r diagnose" not in comparison_table(ended).caption
+
+
+def test_the_first_screen_is_the_verdict_the_text_and_a_table_of_eight_columns(ended, tmp_path):
+    for number, run in enumerate(ended):
+        random_text(seed=number).save(run.text)
+        made_diagnosis(number).save(run.path)
+    _, (page, text) = write_report(ended, tmp_path / "page.html")
+    whole = page.read_text()
+    body = whole[whole.index("<h1") :]
+    first = body[: body.index("class='cannot'")]
+    assert first.count("<figcaption>") == 2 and "<figcaption>dot, layer 1" in first
+    assert f"href='{text.name}'" in first
+    (head,) = re.findall(r"<thead>(.*?)</thead>", first)
+    assert 2 < head.count("<th") <= 8
+    cells = re.findall(r"<td[^>]*>([^<]*)", first)
+    assert "5.953" in cells and not any(re.fullmatch(r"-?\d+\.\d{4,}", cell) for cell in cells)
+    after = body[len(first) :]
+    assert "class='js-plotly" not in after.partition("<details")[0] and "<details" in after
+    assert after.count("<h2") == after.count("<details")  # all else is folded
+
+
+def test_of_many_texts_the_first_the_lowest_and_the_highest_loss_are_shown(tmp_path):
+    losses = {"linear": 5.5, "xmoe": 5.9, "l2r_dot": 5.6, "l2r_sips": 5.1}
+    runs = [made_run(tmp_path / name, ce=ce) for name, ce in losses.items()]
+    for run in runs:
+        random_text().save(run.text)
+    _, (page, _) = write_report(runs, tmp_path / "page.html")
+    shown = re.findall(r"<figcaption>(\w+)", page.read_text())
+    assert shown == ["linear", "xmoe", "l2r_sips"]
+    assert "Open the whole text of 4 routers" in page.read_text()
+
+
+def test_what_was_measured_once_is_a_number_and_no_curve(tmp_path):
+    run = made_run(tmp_path / "linear", every=120, ce=5.75)
+    (section,) = curve_sections("Training", "", {"linear": [run]}, PANELS["tokens"], "tokens")
+    figure, table = section.parts
+    assert [note.text for note in figure.layout.annotations] == [
+        "Training cross-entropy of every step", "Load-balance loss, mean of layers",
+    ]  # fmt: skip
+    assert table.records() == [{"run": "linear", "Validation cross-entropy, mean of domains": 5.75}]
 
 
 def test_unfinished_runs_are_no_seeds_of_an_accuracy(tmp_path):

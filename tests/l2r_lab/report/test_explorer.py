@@ -133,6 +133,17 @@ def test_the_page_shows_settings_and_the_query_of_its_first_set(tmp_path):
     assert [row[1] for row in rows] == [f"{value:.4f}" for value in top.values.tolist()]
     shares = logits.softmax(dim=0)[top.indices]
     assert [row[2] for row in rows] == [f"{value:.4f}" for value in shares.tolist()]
+    first = len(
+        {
+            int(e)
+            for e in re.findall(
+                r"\d+", re.search(r"First experts on the plane: ([\d, ]+)", document)[1]
+            )
+        }
+    )
+    said = f"{8 - first} of 8 experts have no region" if first < 7 else "first"
+    assert said in re.search(r'<p id="finding"[^>]*>([^<]*)', document)[1]
+    assert "<b>Try:</b>" in document and document.index("<b>Try:") < document.index("<canvas")
     assert "Logit of expert 0" in html.unescape(document)  # what a screen reader says of a canvas
 
 

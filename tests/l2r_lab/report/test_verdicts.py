@@ -50,8 +50,8 @@ def test_paired_differences_over_seeds_decide_and_only_they(tmp_path):
         "l2r_sips": [6.0, 5.0, 7.5],
     }
     assert of_runs(runs_of(tmp_path, values)).says == (
-        "Validation CE against linear over 3 seeds: better: l2r_dot; worse: xmoe; "
-        "not shown to differ: l2r_sips."
+        "Validation CE against linear over 3 seeds: better: l2r_dot by 0.200; "
+        "worse: xmoe by 0.200; not shown to differ: l2r_sips."
     )
 
 
@@ -66,7 +66,9 @@ def test_a_higher_accuracy_is_better(tmp_path):
         for arm, values in accuracies.items()
         for seed, value in enumerate(values)
     ]
-    assert of_runs(runs).says.endswith("against linear over 3 seeds: better: xmoe; worse: l2r_dot.")
+    assert of_runs(runs).says.endswith(
+        "against linear over 3 seeds: better: xmoe by 0.200; worse: l2r_dot by 0.197."
+    )
 
 
 def test_an_arm_of_several_must_differ_beyond_what_one_alone_must(tmp_path):
@@ -74,7 +76,7 @@ def test_an_arm_of_several_must_differ_beyond_what_one_alone_must(tmp_path):
     base, gaps = [5.0, 6.0, 7.0], [0.10, 0.20, 0.15]  # t = 5.2 with 2 degrees: p = 3.5%
     other = [one + gap for one, gap in zip(base, gaps, strict=True)]
     alone = of_runs(runs_of(tmp_path / "2", {"linear": base, "xmoe": other}))
-    assert alone.says.endswith("worse: xmoe.")
+    assert alone.says.endswith("worse: xmoe by 0.150.")
     beside = {"linear": base, "xmoe": other, "l2r_dot": [5.1, 5.9, 7.1]}
     of_three = of_runs(runs_of(tmp_path / "3", beside))
     assert of_three.says.endswith("seeds: not shown to differ: xmoe, l2r_dot.")
@@ -84,7 +86,7 @@ def test_an_arm_of_several_must_differ_beyond_what_one_alone_must(tmp_path):
 def test_a_loss_that_is_not_finite_is_named_and_not_ranked(tmp_path, loss):
     values = {"linear": [5.0, 6.0, 7.0], "xmoe": [5.2, loss, 7.19], "low_rank": [5.2, 6.21, 7.19]}
     assert of_runs(runs_of(tmp_path / "3", values)).says == (
-        "Validation CE against linear over 3 seeds: worse: low_rank. Not finite: xmoe."
+        "Validation CE against linear over 3 seeds: worse: low_rank by 0.200. Not finite: xmoe."
     )
     one = {"linear": [5.0], "xmoe": [loss], "low_rank": [4.5]}
     assert of_runs(runs_of(tmp_path / "1", one)).says == (

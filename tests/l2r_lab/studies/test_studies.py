@@ -22,8 +22,8 @@ from l2r_lab.files.study import LOSSES, MEASURES, OF_TEXT, StudyResults
 from l2r_lab.report.evidence import write_study
 from l2r_lab.report.evidence_figures import curves_with_bands, effect_plot
 from l2r_lab.report.evidence_scales import size_plot
-from l2r_lab.report.evidence_tables import effects_by_screen
-from l2r_lab.report.verdicts import of_study
+from l2r_lab.report.screen_effects import effects_by_screen
+from l2r_lab.report.study_verdict import of_study
 from l2r_lab.studies import judging, registration
 from l2r_lab.studies import train_cells as running
 from l2r_lab.studies.judging import StudyPlaces, judge_plan, results_of, seeds_that_fit, study_of
@@ -590,6 +590,7 @@ def test_losses_are_drawn_against_the_parameters_of_the_routers(tmp_path):
     assert drawn["l2r_sips"].y == pytest.approx([5.4 + middle, 5.2 + middle, 5.1 + middle])
     assert drawn["l2r_sips"].error_y.array == pytest.approx([0.05 * (seeds[1] - seeds[0])] * 3)
     assert drawn["l2r_sips"].mode == "lines+markers+text" and drawn["linear"].mode == "markers+text"
+    assert drawn["l2r_sips"].text == (" rank 2", " rank 4", " rank 8")
     assert figure.layout.xaxis.tickvals == (200, 256, 400, 800)
     _, text = write_study(study, tmp_path / "page", tmp_path / "text")
     assert "router parameters" in text.read_text()
@@ -674,7 +675,7 @@ def test_a_page_of_intervals_says_what_was_predicted_and_gives_secondary_contras
     since = {**pair, "metric": "validation_ce", "since": ["linear", "l2r"]}
     primary = {**pair, "metric": "validation_ce", "primary": True}
     rules = {"judge_secondary": False, "added_by_training": "losses", "prediction": "L2R wins."}
-    for first, verdict in (([primary], "1 better"), ([], "Intervals and no verdicts: 3 seeds.")):
+    for first, verdict in (([primary], "(better)"), ([], "Intervals and no verdicts: 3 seeds.")):
         plan = registered(contrasts=[*first, small, plain, since], **rules)
         results = [
             dataclasses.replace(r, trained={**r.trained, "bf16_kl": 1e-6 * (2 + r.seed)})
@@ -740,9 +741,10 @@ def test_a_verdict_over_several_metrics_says_which_metric_was_decided():
     both = [{**pair, "metric": "validation_ce"}, entropy]
     margins = {"validation_ce": 0.02, "load_entropy": 0.02}
     for contrasts, words in (
-        (both, "1 better (l2r against linear in validation CE); "
-               "1 worse (l2r against linear in load entropy)"),
-        (both[:1], "1 better (l2r against linear)."),
+        (both, "2 of 2 primary contrasts are decided: l2r is 0.999 nats below linear in "
+               "validation CE (better); l2r is 0.999 below linear in load entropy (worse)."),
+        (both[:1], "1 of 1 primary contrast is decided: l2r is 0.999 nats below linear in "
+                   "validation CE (better)."),
     ):  # fmt: skip
         plan = registered(contrasts=contrasts, margins=margins)
         study = study_of(plan, made_up(plan, 4, values(gap=-1.0)))

@@ -336,7 +336,9 @@ def test_metrics_are_parsed_once_for_a_page_and_again_when_they_grow(tmp_path, m
 def test_the_c4_panel_stands_beside_the_mean_of_the_domains(tmp_path):
     run = finished_run(tmp_path, mmlu=0.25)
     assert "C4" not in str(curves({"a": [run]}, LANGUAGE_PANELS, "tokens").layout)
-    run.append_metrics({"kind": "validation", "step": 21, "tokens": 21, "ce/mean": 3, "ce/c4": 4})
+    for step in (21, 22):
+        place = {"kind": "validation", "step": step, "tokens": step}
+        run.append_metrics({**place, "ce/mean": 3, "ce/c4": 4})
     assert "C4 validation" in str(curves({"a": [run]}, LANGUAGE_PANELS, "tokens").layout)
 
 

@@ -1,6 +1,7 @@
 """The Python in the docs runs, page by page, in an empty folder (README: test_readme.py)."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,35 @@ def test_every_option_stands_in_its_command_s_section_with_the_default_it_has_th
 def test_every_page_has_a_place_in_the_menu():
     menu = re.findall(r"- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(menu) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+UPGRADE = (ROOT / "docs" / "upgrade.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("former", "now"), re.findall(r"^\| `l2r ([^`]+)` \| `(?:l2r )?([^`]+)` \|$", UPGRADE, re.M)
+)
+def test_a_former_command_names_the_one_of_the_page(l2r, former, now, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("PATH").mkdir()
+    Path("FILE").write_text("words")
+    line = l2r(*former.split()).refusal()
+    added = [word for word in now.split() if word not in former.split()]
+    assert any(word in line for word in added if not word[0].isdigit()), line
+
+
+def test_modules_of_the_page_of_upgrades_are_where_it_says():
+    section = UPGRADE.split("## Modules")[1].split("\nNames that")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if "`" in line[:4]]
+    assert len(rows) > 8
+    for _, earlier, now in rows:
+        there = re.findall(r"`(l2r[\w.]*)`", earlier if now == "as in 0.3" else now)
+        gone = [] if now == "as in 0.3" else re.findall(r"`(l2r[\w.]*)`", earlier)
+        for name in there:
+            assert find_spec(name), name
+        for name in gone:
+            with pytest.raises(ModuleNotFoundError):
+                __import__(name)
 
 
 def anchors(page):

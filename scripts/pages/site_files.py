@@ -35,8 +35,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Keep links to notebooks inside the site; list the examples on the first page."""
+    """Keep links to notebooks inside the site, name results by path, list the examples."""
     up = "../" * page.file.src_uri.count("/")
+    markdown = re.sub(r"\[([^\]]*)\]\((?:\.\./)+(results/[^)#]*)[^)]*\)", r"\1 (`\2`)", markdown)
     markdown = re.sub(r"\]\((?:\.\./)+notebooks/", f"]({up}notebooks/", markdown)
     examples = page.file.src_uri == "index.md" and EXAMPLES.is_dir()
     return markdown + SECTION if examples else markdown

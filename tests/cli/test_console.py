@@ -35,6 +35,15 @@ def test_a_row_keeps_its_name_in_one_piece(capsys, monkeypatch):
     assert "l2r_sips_tuned" in capsys.readouterr().out
 
 
+def test_names_are_not_broken_in_the_middle(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    columns = ("layer", "old router", "router", "old parameters", "parameters", "selection")
+    row = (0, "MixtralTopKRouter", "l2r_sips", 512, 832, "that of mixtral")
+    print_table(Table("Routers", columns, (row,), few=columns[1:]))
+    words = capsys.readouterr().out.split()
+    assert {"MixtralTopKRouter", "l2r_sips", "512", "832", "that", "of"} <= set(words), words
+
+
 @pytest.mark.parametrize("width", range(40, 101))
 def test_no_number_is_cut(width, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))

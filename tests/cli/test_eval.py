@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,19 +12,26 @@ from transformers import OlmoeForCausalLM
 
 from l2r_lab.training.evaluation.task_scoring import ScoredDocument, TaskResult
 
+RESULTS = Path("evaluation") / "model"  # in the working folder, by the checkpoint's name
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
 
 def test_row_is_printed_and_written_and_a_second_run_reuses_it(l2r, checkpoint):
     code, out, err = l2r("eval", checkpoint, "--tasks", "piqa,boolq", "--limit", 3)
     assert code == 0, err
     assert out.startswith("model: ") and "95% from" in out and "more column" not in out
     assert "boolq: " in err and "contexts cut to the model's length" in err
-    written = json.loads((checkpoint / "evaluation.json").read_text())
+    written = json.loads((RESULTS / "evaluation.json").read_text())
     assert written["tasks"]["piqa"]["documents"] == 3
     assert written["accuracy"]["PIQA"] == pytest.approx(100 * written["tasks"]["piqa"]["accuracy"])
     assert written["accuracy"]["Overall"] is None
     assert written["chance"]["PIQA"] == 50 and written["chance"]["Overall"] == 31.25
 
-    stored = checkpoint / "evaluation" / "piqa.json"
+    stored = RESULTS / "evaluation" / "piqa.json"
     before = stored.stat().st_mtime_ns
     again = l2r("eval", checkpoint, "--tasks", "piqa,boolq", "--limit", 3, "--json")
     row = json.loads(again.out)[0]
@@ -61,8 +69,8 @@ def test_two_checkpoints_are_compared_by_pairs_of_documents(l2r, checkpoint, tmp
     ]  # fmt: skip
     for task, column in (("piqa", "PIQA"), ("boolq", "BoolQ")):
         documents = []
-        for folder in (checkpoint, other):
-            path = folder / "evaluation" / f"{task}.documents.jsonl"
+        for name in ("model", "other"):
+            path = RESULTS.with_name(name) / "evaluation" / f"{task}.documents.jsonl"
             settings, *lines = map(json.loads, path.read_text().splitlines())
             assert settings["limit"] == len(lines) == 12
             for line in lines:
@@ -76,7 +84,7 @@ def test_two_checkpoints_are_compared_by_pairs_of_documents(l2r, checkpoint, tmp
     assert rows[6]["Overall"] is None
 
     # Scored before documents were kept: the task is scored again, with the same result.
-    kept = checkpoint / "evaluation" / "piqa.documents.jsonl"
+    kept = RESULTS / "evaluation" / "piqa.documents.jsonl"
     before = kept.read_bytes()
     kept.unlink()
     again = l2r("eval", checkpoint, other, "--tasks", "piqa,boolq", "--limit", 12, "--json")
@@ -87,7 +95,7 @@ def test_two_checkpoints_are_compared_by_pairs_of_documents(l2r, checkpoint, tmp
 def test_what_a_changed_tokenizer_or_configuration_scored_is_not_reused(l2r, checkpoint, file):
     command = ("eval", checkpoint, "--tasks", "piqa", "--limit", 3)
     assert l2r(*command).code == 0
-    stored, path = checkpoint / "evaluation" / "piqa.json", checkpoint / file
+    stored, path = RESULTS / "evaluation" / "piqa.json", checkpoint / file
     before, times = stored.stat().st_mtime_ns, path.stat()
     path.write_text(path.read_text() + " ")
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -98,10 +106,10 @@ def test_what_a_changed_tokenizer_or_configuration_scored_is_not_reused(l2r, che
 def test_a_card_or_an_earlier_result_changes_no_scores(l2r, checkpoint):
     command = ("eval", checkpoint, "--tasks", "piqa", "--limit", 3)
     assert l2r(*command).code == 0
-    stored = checkpoint / "evaluation" / "piqa.json"
+    stored = RESULTS / "evaluation" / "piqa.json"
     before = stored.stat().st_mtime_ns
     (checkpoint / "README.md").write_text("# Mine")
-    (checkpoint / "evaluation.json").unlink()
+    (RESULTS / "evaluation.json").unlink()
     assert l2r(*command).code == 0
     assert stored.stat().st_mtime_ns == before
 
@@ -119,7 +127,7 @@ def test_none_or_all_of_ten_right_is_not_certain(l2r, checkpoint, monkeypatch, r
     theirs = binomtest(right, 10).proportion_ci(0.95, "wilson")
     assert share == 10 * right
     assert (low, high) == pytest.approx((100 * theirs.low, 100 * theirs.high), abs=1e-9)
-    written = json.loads((checkpoint / "evaluation.json").read_text())
+    written = json.loads((RESULTS / "evaluation.json").read_text())
     assert written["interval"]["PIQA"] == [low, high] and written["interval"]["SciQ"] is None
 
 
@@ -133,8 +141,15 @@ def test_several_checkpoints_need_folders_of_their_own(l2r, checkpoint, tmp_path
 
 def test_results_can_go_elsewhere(l2r, checkpoint, tmp_path):
     l2r("eval", checkpoint, "--tasks", "piqa", "--limit", 2, "--out", tmp_path / "results")
-    assert (tmp_path / "results" / "evaluation.json").is_file()
-    assert not (checkpoint / "evaluation.json").exists()
+    assert (tmp_path / "results" / "evaluation.json").is_file() and not RESULTS.exists()
+
+
+def test_a_folder_of_weights_stays_as_it_is(l2r, checkpoint, text):
+    before = sorted(checkpoint.rglob("*"))
+    assert l2r("eval", checkpoint, "--tasks", "piqa", "--limit", 1).code == 0
+    assert l2r("eval", checkpoint, "--data", text[0]).code == 0
+    assert sorted(checkpoint.rglob("*")) == before
+    assert {path.name for path in RESULTS.iterdir()} == {"evaluation", "evaluation.json"}
 
 
 @pytest.mark.parametrize(
@@ -168,7 +183,7 @@ def test_loss_on_text_is_printed_by_file_and_in_all_and_kept(l2r, checkpoint, te
     assert code == 0, err
     for word in ("a.txt", "b.txt", "in all", "perplexity", "bits/byte"):
         assert word in out
-    (written,) = (checkpoint / "evaluation").glob("text-*.json")
+    (written,) = (RESULTS / "evaluation").glob("text-*.json")
     assert f"wrote {written}" in err
     rows = json.loads(l2r(*command, "--json").out)
     numbers = json.loads(written.read_text())["texts"]

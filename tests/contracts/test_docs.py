@@ -1,6 +1,7 @@
 """The Python in the docs runs, page by page, in an empty folder (README: test_readme.py)."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,11 @@ tokenizer.save_pretrained("my-l2r")
 settings = LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"], task_type="CAUSAL_LM")
 get_peft_model(model, settings).save_pretrained("my-adapter")
 """
+SWAPPED = """
+from l2r.hf.swap import swap_routers
+swap_routers(model)
+model.save_pretrained("my-l2r")
+"""
 PRELUDES = {
     "add-a-router.md": MODEL + BIASED,
     "index.md": f"{MODEL}\nbatches = [ids, ids]\n",
@@ -57,6 +63,7 @@ PRELUDES = {
     "routes.md": MODEL,
     "serving.md": MODEL + ADAPTER,
     "swap.md": f"{MODEL}\nbatches = [ids, ids]\n",
+    "upgrade.md": MODEL + SWAPPED,
     "your-loop.md": MODEL + BIASED_FAMILY,
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -130,6 +137,36 @@ def test_every_option_stands_in_its_command_s_section_with_the_default_it_has_th
 def test_every_page_has_a_place_in_the_menu():
     menu = re.findall(r"- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(menu) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+UPGRADE = (ROOT / "docs" / "upgrade.md").read_text()
+FORMER = re.findall(
+    r"^\| `l2r ([^`]+)` \| `(?:l2r )?([^`]+)` \|$", UPGRADE.partition("## Modules")[0], re.M
+)
+
+
+@pytest.mark.parametrize(("former", "now"), FORMER)
+def test_a_former_command_names_the_one_of_the_page(l2r, former, now, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("PATH").mkdir()
+    Path("FILE").write_text("words")
+    line = l2r(*former.split()).refusal()
+    added = [word for word in now.split() if word not in former.split()]
+    assert any(word in line for word in added if not word[0].isdigit()), line
+
+
+def test_modules_of_the_page_of_upgrades_are_where_it_says():
+    section = UPGRADE.split("## Modules")[1].split("\nNames that")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if "`" in line[:4]]
+    assert len(rows) > 8
+    for _, earlier, now in rows:
+        there = re.findall(r"`(l2r[\w.]*)`", earlier if now == "as in 0.3" else now)
+        gone = [] if now == "as in 0.3" else re.findall(r"`(l2r[\w.]*)`", earlier)
+        for name in there:
+            assert find_spec(name), name
+        for name in gone:
+            with pytest.raises(ModuleNotFoundError):
+                __import__(name)
 
 
 def anchors(page):

@@ -68,7 +68,8 @@ def test_the_blocks_run_in_their_order(tmp_path, text_folder, tiny_changes, monk
         for line in code.splitlines():
             program, *arguments = shlex.split(line, comments=True)
             if program != "l2r":
-                assert program in ("pip", "make"), line  # make demo: below, as its command
+                # make demo: below, as its command
+                assert program in ("python3", "pip", "make"), line
                 continue
             ran.append(arguments[0])
             if arguments[0] == "serve":
@@ -77,7 +78,7 @@ def test_the_blocks_run_in_their_order(tmp_path, text_folder, tiny_changes, monk
                 own = "--text" in arguments  # a sentence is short
                 shorter = [] if own else shlex.split(SHORTER.get(arguments[0], ""))
                 Running(logs, in_turn, [[*arguments, *shorter]]).succeed()
-    assert ran == ["check", "diagnose", "diagnose", "diagnose", "swap", "serve", "evidence"]
+    assert ran == ["check", "diagnose", "diagnose", "diagnose", "swap", "eval", "serve", "evidence"]
     for page in ("diagnosis/text.html", "diagnosis/index-text.html", "diagnosis/index.html"):
         assert Path(page).is_file()
     verdicts = Path("runs/evidence/decision/report.md").read_text()

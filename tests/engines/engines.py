@@ -114,5 +114,5 @@ def check_checkpoint(model, ids, logits, tokenizer, folder, l2r, text_folder):
     sizes = ("--instances", 4, "--length", 32, "--sample", 64, "--certify", 4)
     done = l2r("diagnose", folder, "--data", text_folder, "--out", folder / "page", *sizes)
     assert done.code == 0, done.err
-    done = l2r("eval", folder, "--limit", 4, "--tasks", "piqa,boolq")
+    done = l2r("eval", folder, "--out", folder, "--limit", 4, "--tasks", "piqa,boolq")
     assert done.code == 0 and (folder / "evaluation.json").is_file(), done.err

@@ -115,11 +115,11 @@ def test_an_evaluation_replaces_links(l2r, checkpoint, victim):
     )
     for name in names:
         link(checkpoint / name, victim / "letter")
-    first = l2r("eval", checkpoint, *EVAL)
+    first = l2r("eval", checkpoint, "--out", checkpoint, *EVAL)
     assert first.code in (0, 2), first
     for name in ("evaluation/piqa.json", "evaluation/piqa.documents.jsonl"):
         (checkpoint / name).unlink(missing_ok=True)
-    ended = l2r("eval", checkpoint, *EVAL)
+    ended = l2r("eval", checkpoint, "--out", checkpoint, *EVAL)
     assert ended.code == 0, ended
     assert json.loads((checkpoint / "evaluation.json").read_text())["tasks"]["piqa"]
     assert not (checkpoint / "evaluation.json").is_symlink()
@@ -127,7 +127,7 @@ def test_an_evaluation_replaces_links(l2r, checkpoint, victim):
 
 def test_an_evaluation_folder_that_is_a_link_is_refused(l2r, checkpoint, victim):
     link(checkpoint / "evaluation", victim)
-    line = l2r("eval", checkpoint, *EVAL).refusal()
+    line = l2r("eval", checkpoint, "--out", checkpoint, *EVAL).refusal()
     assert f"{checkpoint / 'evaluation'} is a link" in line
 
 

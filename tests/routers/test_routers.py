@@ -17,6 +17,7 @@ from l2r.routers import LinearRouter, Router, make_config, router_names
 from l2r.routers.holder import BareLinear
 from l2r.routers.norms import QueryBatchNorm
 from tests import reference
+from tests.quick import unchecked
 
 SIZES = [(16, 4, 2), (24, 9, 3), (8, 2, 1)]  # hidden size, experts, top-k
 
@@ -508,6 +509,13 @@ def test_the_setting_for_experts_names_sizes_that_are_missing(sizes):
     with pytest.raises(l2r.InputError, match=r"must all be given, .*; got num_experts=") as e:
         L2RConfig.for_experts(*sizes)
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("sizes", [("8", 64, 2), (8, 64.0, 2), (8, 64, "2")])
+def test_the_setting_for_experts_names_sizes_that_are_not_whole_numbers(sizes):
+    message = r"must be whole numbers; got num_experts='?8'?, hid"
+    with unchecked(), pytest.raises(l2r.InputError, match=message):
+        L2RConfig.for_experts(*sizes)
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -50,3 +50,9 @@ def test_every_link_of_the_examples_is_a_file_that_is_made(tmp_path, monkeypatch
     assert {uri for uri in uris if uri.endswith(".ipynb")} == notebooks != set()
     assert len(uris - notebooks) == 6
     assert site_files.on_page_markdown("# Swap\n", page("swap.md")) == "# Swap\n"
+
+
+def test_results_are_no_pages_of_the_site_and_are_named_by_their_path():
+    text = "[Each\nclaim](../results/evidence/README.md#claims-of-the-paper), [swap](swap.md#x)."
+    shown = site_files.on_page_markdown(text, page("engines.md"))
+    assert shown == "Each\nclaim (`results/evidence/README.md`), [swap](swap.md#x)."

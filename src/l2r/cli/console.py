@@ -49,14 +49,14 @@ def print_table(
     if brief.verdict:
         console.print(printable(brief.verdict), end="\n\n")
     grid = RichTable(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    narrow = sum(column.max_width + _BETWEEN for column in columns) > console.width
+    widths = _widths(columns, console.width)
     for position, column in enumerate(columns):
         grid.add_column(
             column.name,
             justify="right" if column.is_number else "left",
             overflow="fold",
-            # rich shrinks columns without regard for a minimum width: numbers have theirs fixed
-            width=column.min_width if narrow and column.is_number else None,
+            # rich shrinks columns without regard for a minimum width
+            width=widths[position] if widths else None,
             no_wrap=position == 0 and column.longest <= _NAME,
             min_width=_NAME if position == 0 and column.longest > _NAME else None,
         )
@@ -89,10 +89,27 @@ class _Column:
 
     @property
     def min_width(self) -> int:
-        """Width in which no word of the header is broken, and no number or short name."""
+        """Width in which no word of the header is broken, and no number, short name or word."""
         header = max(map(len, self.name.split()), default=0)
-        kept = self.longest if self.is_number else min(self.longest, _NAME) * self.is_first
-        return max(header, kept)
+        words = max((len(word) for cell in self.cells for word in cell.split()), default=0)
+        longest = self.longest if self.is_first else words
+        return max(header, self.longest if self.is_number else min(longest, _NAME))
+
+
+def _widths(columns: Sequence[_Column], width: int) -> list[int]:
+    """Width of each column: its least, and what is left to the first that need more.
+
+    Empty where every cell fits on one line, or not even the least widths fit.
+    """
+    left = width - sum(column.min_width + _BETWEEN for column in columns)
+    if left < 0 or sum(column.max_width + _BETWEEN for column in columns) <= width:
+        return []
+    widths = []
+    for column in columns:
+        more = min(left, 0 if column.is_number else max(0, column.max_width - column.min_width))
+        widths.append(column.min_width + more)
+        left -= more
+    return widths
 
 
 def _columns(table: Table) -> list[_Column]:

@@ -76,8 +76,8 @@ def eval(
     out: Annotated[
         Path | None,
         out_option(
-            "a folder for the results of one checkpoint (default: the checkpoint's own; "
-            "evaluation/NAME for a hub id)"
+            "a folder for the results of one checkpoint (default: a run's own; evaluation/NAME "
+            "for any other folder and for a hub id)"
         ),
     ] = None,
     revision: Revision = None,
@@ -124,9 +124,9 @@ def eval(
         name: local_checkpoint(checkpoint, revision=revision, code=trust_remote_code)
         for name, checkpoint in named.items()
     }
-    # Next to the weights, but not in the cache of hub ids.
+    # A run keeps its results; a folder of weights, the hub's cache too, stays as it is.
     outs = {
-        name: out or (folder if Path(named[name]).exists() else Path("evaluation") / name)
+        name: out or (Path("evaluation") / name if (folder / "config.json").is_file() else folder)
         for name, folder in folders.items()
     }
     for place in outs.values():

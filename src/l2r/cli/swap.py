@@ -275,7 +275,7 @@ def _table(model: Any, before: "list[Site]", kind: str) -> Table:
                 "kept" if router is site.router else kind,
                 sum(p.numel() for p in site.router.parameters()),
                 sum(p.numel() for p in router.parameters()),
-                str(router.selection) if family else "own",
+                f"that of {family}" if family else "own",
             )
         )
     changed = sum(row[3] != "kept" for row in rows)

@@ -30,7 +30,7 @@ from l2r.routers.config import (
     registered,
 )
 from l2r.routers.holder import holders_that_take_part
-from l2r.routers.selection_rule import Selection
+from l2r.routers.selection_rule import FAMILY_FIELDS, Selection
 
 SELECTION_BIAS = "e_score_correction_bias"  # of a selection, named as in Hugging Face
 
@@ -213,7 +213,15 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         sizes = f"hidden_size={self.hidden_size}, num_experts={self.num_experts}"
-        return f"{sizes}, top_k={self.top_k}, {self.config}"
+        if self.selection.family is None:
+            return f"{sizes}, top_k={self.top_k}, {self.config}"
+        named = {
+            field.name: getattr(self.config, field.name)
+            for field in dataclasses.fields(self.config)
+        }
+        own = ", ".join(f"{n}={value!r}" for n, value in named.items() if n not in FAMILY_FIELDS)
+        config = f"{type(self.config).__name__}({own})"
+        return f"{sizes}, top_k={self.top_k}, {config}, {self.selection}"
 
     def _tempered(self, logits: Tensor) -> Tensor:
         if self.log_temperature is not None:

@@ -137,15 +137,17 @@ class L2RConfig(AnchorConfig):
         and 257 to 1,023 rank 32. The rank is at most ``hidden_size``; with ``top_k`` 1 weights are
         not normalized. docs/evidence.md has what each setting costs against a linear router.
 
-        Raises InputError, a ValueError, for sizes that are missing or impossible.
+        Raises InputError, a ValueError, for sizes that are missing, not whole or impossible.
         """
         sizes = {"num_experts": num_experts, "hidden_size": hidden_size, "top_k": top_k}
-        got = ", ".join(f"{name}={value}" for name, value in sizes.items())
+        got = ", ".join(f"{name}={value!r}" for name, value in sizes.items())
         if num_experts is None or hidden_size is None or top_k is None:
             raise InputError(
                 "num_experts, hidden_size and top_k must all be given, such as "
                 f"L2RConfig.for_experts(num_experts=8, hidden_size=1024, top_k=2); got {got}"
             )
+        if not all(isinstance(size, int) for size in (num_experts, hidden_size, top_k)):
+            raise InputError(f"num_experts, hidden_size and top_k must be whole numbers; got {got}")
         if min(num_experts, hidden_size, top_k) < 1 or top_k > num_experts:
             raise InputError(
                 f"num_experts, hidden_size and top_k must be >= 1, top_k <= num_experts; got {got}"

@@ -16,6 +16,9 @@ from l2r.functional import best_experts, expert_weights, routing_probs
 from l2r.functional.selection import softmax_weights
 from l2r.kernels import dispatch
 
+# Fields of a router's configuration that the rule of a model's family replaces.
+FAMILY_FIELDS = ("normalize_weights", "selection_bias")
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Selection:

@@ -76,7 +76,17 @@ def test_an_image_classifiers_card_names_its_layers_and_its_use(tmp_path):
 def test_a_swapped_models_card_has_the_layers_with_our_router_alone(tmp_path):
     save_model(swapped(), tmp_path / "out")
     card = read(tmp_path / "out")
-    assert "## Router of layer 1\n" in card.text and "| selection | that of mixtral |" in card.text
+    assert "## Router of layer 1\n" in card.text
+    rule = "that of mixtral: gate softmax, normalize True"
+    assert f"| selection | {rule} |" in card.text and "normalize_weights" not in card.text
+
+
+def test_the_repr_of_a_swapped_router_has_the_rule_in_force():
+    (router,) = (module for module in swapped().modules() if isinstance(module, Router))
+    shown = repr(router)
+    assert "Selection(normalize=True, family='mixtral')" in shown
+    assert "normalize_weights" not in shown and "rank=2, heads=3" in shown
+    assert "normalize_weights=False" in repr(olmoe().model.layers[0].mlp.gate)
 
 
 def test_the_code_of_every_card_loads_the_model(tmp_path):

@@ -157,3 +157,29 @@ def test_auto_peft_opens_adapter_and_swapped_base(task, tmp_path):
     with torch.no_grad():
         expected = model(input_ids=sample_tokens()).logits
         assert torch.equal(again(input_ids=sample_tokens()).logits, expected)
+
+
+def test_adapters_of_experts_beside_whole_routers_reload_and_merge_in_float32(tmp_path):
+    """The page's section: experts by target_parameters, routers by modules_to_save."""
+    model = swap_routers(tiny_model(FAMILIES["mixtral"]), L2RConfig(rank=2, heads=2))
+    model.save_pretrained(tmp_path / "whole")
+    adapter = LoraConfig(
+        r=2,
+        target_modules=["q_proj", "v_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        modules_to_save=["gate"],
+        init_lora_weights=False,  # adapters that change something
+    )
+    tuned = get_peft_model(load_pretrained(tmp_path / "whole"), adapter).eval()
+    trained = [name for name, p in tuned.named_parameters() if p.requires_grad]
+    assert any("experts" in name for name in trained) and any("gate" in name for name in trained)
+    ids = torch.arange(16).view(1, 16)
+    expected = tuned(ids).logits
+    assert not torch.equal(expected, model.eval()(ids).logits)
+    tuned.save_pretrained(tmp_path / "adapter")
+    whole = load_pretrained(tmp_path / "whole", dtype=torch.float32)
+    again = PeftModel.from_pretrained(whole, tmp_path / "adapter").eval()
+    assert torch.equal(again(ids).logits, expected)
+    again.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = load_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(ids).logits, expected, rtol=0, atol=1e-4)

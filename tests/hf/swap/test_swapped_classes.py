@@ -269,6 +269,19 @@ def test_without_the_package_every_loader_stops_and_names_it(tmp_path):
     assert len(messages) == 6
     for name, message in messages.items():
         assert "pip install 'l2r-moe" in message, (name, message)
+        # transformers recommends trust_remote_code behind our words
+        assert name == "family" or "trust_remote_code does not open it" in message, (name, message)
+
+
+def test_a_folder_with_the_note_of_0_4_opens_and_gets_the_present_one(tmp_path):
+    model = swapped("mixtral")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    text = path.read_text()
+    path.write_text(text.replace("; trust_remote_code does not open it", ""))
+    assert path.read_text() != text
+    AutoModelForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    assert path.read_text() == text
 
 
 def _routers(model):

@@ -8,6 +8,7 @@ import hashlib
 import re
 import warnings
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from l2r.files.wording import one_cell
 from l2r.hf.models.lossless import check_save
 from l2r.hf.models.opening import preparing_code
 from l2r.routers import Router
+from l2r.routers.selection_rule import FAMILY_FIELDS
 
 CARD = "README.md"
 _MARK = "<!-- Written by l2r-moe; edited cards are not overwritten (checksum {sum}) -->\n"
@@ -210,11 +212,26 @@ def _router_groups(model: Any) -> dict[str, Router]:
 def _router_section(layers: str, router: Router) -> str:
     settings: dict[str, Any] = {"hidden size": router.hidden_size, "experts": router.num_experts}
     settings["experts per token"] = router.top_k
+    config = router.config.to_dict()
     if router.selection.family:
-        settings["selection"] = f"that of {router.selection.family}"
-    settings |= {f"`{name}`": value for name, value in router.config.to_dict().items()}
+        settings["selection"] = _selection_of(router)
+        config = {name: value for name, value in config.items() if name not in FAMILY_FIELDS}
+    settings |= {f"`{name}`": value for name, value in config.items()}
     title = f"## Router of layer{'s' if ',' in layers else ''} {layers}"
     return f"{title}\n\n{table(list(settings.items()), ('setting', 'value'))}"
+
+
+def _selection_of(router: Router) -> str:
+    """Name the family whose rule chooses, and the settings of the rule."""
+    rule = router.selection
+    always = ("gate", "normalize")
+    settings = {
+        field.name: getattr(rule, field.name)
+        for field in fields(rule)
+        if field.name in always or getattr(rule, field.name) != field.default
+    }
+    family = settings.pop("family")
+    return f"that of {family}: " + ", ".join(f"{n} {value}" for n, value in settings.items())
 
 
 def _loading(folder: Path, config: Any, auto: Any) -> Loading:

@@ -21,10 +21,11 @@ _PACKAGE = (
     "The routers of this checkpoint need the Python package l2r-moe (pip install 'l2r-moe[lm]', "
     "then import l2r)"
 )
+_NO_CODE = f"{_PACKAGE}; trust_remote_code does not open it"
 # transformers prints the first where it does not know the model type, before any code is loaded;
 # a repository of this name cannot be. The second stands in a field whose type the configuration
 # class checks, printing the value: the first of these that it has.
-_AUTO_MAP = {"AutoConfig": f"{_PACKAGE}--l2r.Config"}
+_AUTO_MAP = {"AutoConfig": f"{_NO_CODE}--l2r.Config"}
 _FIELDS = ("initializer_range", "tie_word_embeddings", "image_token_id")
 _SAVED = "l2r_"  # before the name of the field, for its value
 CODE = f"{_SAVED}auto_map"  # the folder's own code, which builds the model without its routers
@@ -85,7 +86,7 @@ def without_notes(values: Mapping[str, Any]) -> dict[str, Any]:
         if plain.get(field) == _NOTE:
             plain[field] = plain.pop(_SAVED + field)
     names = plain.get("auto_map")
-    if isinstance(names, dict) and names.get("AutoConfig") == _AUTO_MAP["AutoConfig"]:
+    if isinstance(names, dict) and str(names.get("AutoConfig")).startswith(_PACKAGE):
         del plain["auto_map"]
         plain |= {"auto_map": kept} if (kept := preparing_code(names)) else {}
     if CODE in plain:

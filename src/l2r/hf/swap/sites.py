@@ -19,7 +19,7 @@ from l2r.routers.capture import RouterSite
 from l2r.routers.holder import Holder
 from l2r.routers.observe import BLOCK_BIASES, block_bias, block_of, layer_index, reads_text
 from l2r.routers.offload import device_of, onloaded
-from l2r.routers.selection_rule import Selection
+from l2r.routers.selection_rule import FAMILY_FIELDS, Selection
 
 SELECTIONS = ("family", "router")
 INITIALIZED = "_is_hf_initialized"  # of transformers: on what has its weights already
@@ -251,7 +251,7 @@ def new_router(site: Site, config: RouterConfig, selection: str = "family") -> R
     if selection not in SELECTIONS:
         raise InputError(f"selection must be family or router; got selection={selection!r}")
     keep = selection == "family" and site.selection.family is not None
-    for field in ("normalize_weights", "selection_bias") if keep else ():
+    for field in FAMILY_FIELDS if keep else ():
         usual, value = type(config).__dataclass_fields__[field].default, getattr(config, field)
         if value != usual:
             raise InputError(

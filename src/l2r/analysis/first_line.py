@@ -46,7 +46,7 @@ _SEARCH = 8000
 _SLOW, _SHORT = 1e9, 30.0  # products a second of a slow machine; seconds that are not worth more
 _UNITS = {"day": (86_400, 36 * 3600), "hour": (3600, 90 * 60), "minute": (60, 45)}
 _WIDEST, _PRODUCT = 4096, 2**27  # sizes and multiply-adds of the product that is timed
-_TURN, _TURNS = 0.02, 5  # seconds of one turn, and how many
+_TURN, _TURNS = 0.005, 5  # seconds of one turn, and how many
 
 
 @dataclass(frozen=True)

@@ -230,13 +230,16 @@ def shortest_flip(
 
     def flipped(rows: Tensor, share: Tensor) -> Tensor:
         of = rows % tokens
-        logits = _logits(router, start[of] + share[:, None] * delta[rows])
-        return decision_gap(logits, inside[of]) <= 0
+        # in place, and rows by index_select: as many bits in two thirds of the time
+        point = delta.index_select(0, rows).mul_(share[:, None]).add_(start.index_select(0, of))
+        return decision_gap(_logits(router, point), inside.index_select(0, of)) <= 0
 
     rows = torch.arange(len(delta), device=start.device)
     rows = rows[flipped(rows, high)]
     size = torch.full_like(norm, torch.inf)
     for _ in range(halvings):
+        if not len(rows):
+            break
         middle = (low[rows] + high[rows]) / 2
         flips = flipped(rows, middle)
         low[rows] = torch.where(flips, low[rows], middle)

@@ -46,6 +46,35 @@ class TokenPlaces(NamedTuple):
     sequence: Int[np.ndarray, " T"]
     token: Int[np.ndarray, " T"]
 
+    @property
+    def inputs(self) -> int:
+        """Number of inputs, T."""
+        return len(self.token)
+
+
+class EvenPlaces:
+    """``TokenPlaces`` of rows without padding, counted where they are read.
+
+    Every step of a generation has them, and nobody reads those of a recording before its end.
+    """
+
+    def __init__(self, first: int, before: Int[np.ndarray, " B"], columns: int) -> None:
+        self._first, self._before, self._columns = first, before, columns
+        self.inputs = len(before) * columns
+
+    @property
+    def sequence(self) -> Int[np.ndarray, " T"]:
+        """Sequence of each input."""
+        return np.repeat(np.arange(self._first, self._first + len(self._before)), self._columns)
+
+    @property
+    def token(self) -> Int[np.ndarray, " T"]:
+        """Token that each input is of its sequence."""
+        return (self._before[:, None] + np.arange(self._columns)).reshape(-1)
+
+
+Places = TokenPlaces | EvenPlaces
+
 
 def read_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallInputs:
     """Shape of a call from its arguments.
@@ -105,11 +134,13 @@ class Calls:
             )
         return True
 
-    def go_on(self, inputs: CallInputs) -> TokenPlaces:
+    def go_on(self, inputs: CallInputs) -> Places:
         """Places of a call that continues."""
         columns = inputs.columns or 0
         past = inputs.past
-        before = self._tokens - (self._columns - past)
+        before = self._tokens
+        if self._columns != past:
+            before = before - (self._columns - past)
         new = None
         if inputs.mask is not None:
             if inputs.mask.shape[1] not in (columns, past + columns):
@@ -122,10 +153,10 @@ class Calls:
                 before = inputs.mask[:, :-columns].sum(axis=1)
         self._remember(inputs, past + columns, before + _counts(new, columns))
         if new is None:
-            return _all_places(self._first, before, columns)
+            return EvenPlaces(self._first, before, columns)
         return _places(new, self._first, before)
 
-    def begin(self, inputs: CallInputs, columns: int) -> TokenPlaces:
+    def begin(self, inputs: CallInputs, columns: int) -> Places:
         """Places of a call with a new sequence in every row.
 
         Raises ValueError for a mask of another shape.
@@ -140,7 +171,7 @@ class Calls:
         self.sequences += inputs.rows
         self._remember(inputs, columns, before + _counts(tokens, columns))
         if tokens is None:
-            return _all_places(self._first, before, columns)
+            return EvenPlaces(self._first, before, columns)
         return _places(tokens, self._first, before)
 
     def begin_packed(self, lengths: Int[np.ndarray, " S"]) -> TokenPlaces:
@@ -158,12 +189,6 @@ class Calls:
 
 def _counts(tokens: Bool[np.ndarray, "B W"] | None, columns: int) -> Int[np.ndarray, " B"] | int:
     return columns if tokens is None else tokens.sum(axis=1)
-
-
-def _all_places(first: int, before: Int[np.ndarray, " B"], columns: int) -> TokenPlaces:
-    """``_places`` without padding, which is every step of a generation: a third of the time."""
-    sequence = np.repeat(np.arange(first, first + len(before)), columns)
-    return TokenPlaces(sequence, (before[:, None] + np.arange(columns)).reshape(-1))
 
 
 def _places(
@@ -256,7 +281,7 @@ class RouteReader:
         """Count the sequences of the last call, which has succeeded, as read."""
         self._calls = self._next
 
-    def _new_places(self, inputs: CallInputs) -> TokenPlaces:
+    def _new_places(self, inputs: CallInputs) -> Places:
         """Places of a call with new sequences. Raises ValueError where they do not fit them."""
         first = self._calls.sequences
         left = self._routes.lengths[first:]
@@ -276,15 +301,16 @@ class RouteReader:
             _check_lengths(counts if inputs.mask is None else inputs.mask.sum(axis=1), left, first)
         return self._next.begin(inputs, inputs.columns or int(left[:1].sum()))
 
-    def _rows_of(self, places: TokenPlaces) -> Int[np.ndarray, " T"]:
+    def _rows_of(self, places: Places) -> Int[np.ndarray, " T"]:
         """Row of the routes of each input, the one after the last where it has none."""
         none = len(self._routes.experts)
         if not len(self._routes):
-            return np.full(len(places.token), none)
+            return np.full(places.inputs, none)
         lengths = self._routes.lengths
-        inside = (places.token >= 0) & (places.token < lengths[places.sequence])
+        sequence, token = places.sequence, places.token
+        inside = (token >= 0) & (token < lengths[sequence])
         start = np.cumsum(lengths) - lengths
-        at = np.where(inside, start[places.sequence] + places.token, len(self._table) - 1)
+        at = np.where(inside, start[sequence] + token, len(self._table) - 1)
         return self._table[at]
 
 

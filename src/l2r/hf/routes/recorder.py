@@ -10,19 +10,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from l2r.errors import InputError
 from l2r.hf.models.layouts import unpack_before_calls
 from l2r.hf.routes.backward_pass import outside_of_graphs
-from l2r.hf.routes.calls import CallInputs, Calls, TokenPlaces, read_inputs
+from l2r.hf.routes.calls import CallInputs, Calls, Places, read_inputs
 from l2r.hf.routes.fingerprint import Fingerprint
 from l2r.hf.routes.layers import RoutedLayer, fingerprint_of, routed_layers
 from l2r.hf.routes.routes import Routes
 from l2r.kernels.tracing import in_backward
 from l2r.routers.observe import routed
 from l2r.routers.temporary import removing, replaced
+
+_FEW, _TOGETHER = 64, 32  # inputs of a call that waits for others, and how many calls do
 
 
 class Recorder:
@@ -33,7 +35,8 @@ class Recorder:
         self._keeps_weights = weights
         self._inputs: CallInputs | None = None
         self._calls = Calls()
-        self._parts: list[tuple[TokenPlaces, Tensor, Tensor | None]] = []
+        self._places: list[Places] = []
+        self._experts, self._weights = _Kept(self._choices.small), _Kept()
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -45,11 +48,11 @@ class Recorder:
 
         Raises ValueError before the first call.
         """
-        if not self._parts:
+        if not self._places:
             raise InputError("nothing was recorded yet; call the model inside the block")
-        sequence = np.concatenate([part[0].sequence for part in self._parts])
-        token = np.concatenate([part[0].token for part in self._parts])
-        experts = np.concatenate([part[1].cpu().numpy() for part in self._parts])
+        sequence = np.concatenate([places.sequence for places in self._places])
+        token = np.concatenate([places.token for places in self._places])
+        experts = self._experts.array()
         # the last of equals: what a rejected draft read is read again
         order = np.lexsort((np.arange(len(token)), token, sequence))
         same = np.diff(sequence[order]) == 0
@@ -60,8 +63,7 @@ class Recorder:
         np.maximum.at(lengths, sequence[rows], token[rows] + 1)
         weights = None
         if self._keeps_weights:
-            masks = [part[2] for part in self._parts if part[2] is not None]
-            weights = np.concatenate([part.float().cpu().numpy() for part in masks])[rows]
+            weights = self._weights.array()[rows]
         return Routes(experts[rows], self.fingerprint, lengths, counts, token[rows], weights)
 
     @outside_of_graphs
@@ -75,21 +77,24 @@ class Recorder:
         """Keep what the routers chose in a call."""
         inputs = self._inputs
         assert inputs is not None
-        experts = self._choices.experts()
+        experts = self._choices.by_layer("indices")
+        tokens = len(experts[0])
         if self._calls.continues(inputs):
             places = self._calls.go_on(inputs)
         elif inputs.packed is not None:
             places = self._calls.begin_packed(inputs.packed)
         else:
-            columns = inputs.columns or len(experts) // max(1, inputs.rows)
+            columns = inputs.columns or tokens // max(1, inputs.rows)
             places = self._calls.begin(inputs, columns)
-        if len(places.token) != len(experts):
+        if places.inputs != tokens:
             raise InputError(
-                f"routers must see every input of the model; it got {len(places.token)} and they "
-                f"saw {len(experts)}"
+                f"routers must see every input of the model; it got {places.inputs} and they "
+                f"saw {tokens}"
             )
-        weights = self._choices.weights() if self._keeps_weights else None
-        self._parts.append((places, experts, weights))
+        self._places.append(places)
+        self._experts.add(experts)
+        if self._keeps_weights:
+            self._weights.add(self._choices.by_layer("weights"))
 
     @outside_of_graphs
     def close(self, *call: Any) -> None:
@@ -131,6 +136,44 @@ def record(model: nn.Module, *, weights: bool = False, tokenizer: Any = None) ->
         recorder.leave()
 
 
+class _Kept:
+    """Choices of all calls, [T, L, K] as one array.
+
+    A generated token is a call of its own. To stack its layers takes as long as all else that is
+    recorded of it, so on a CPU calls of few tokens wait and are stacked together. On a GPU a
+    captured graph writes the choice of the next call into the same memory.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self._dtype = dtype
+        self._parts: list[Tensor] = []
+        self._waiting: list[list[Tensor]] = []
+
+    def add(self, layers: list[Tensor]) -> None:
+        """Keep the choices [T, K] of each layer in one call."""
+        self._waiting.append(layers)
+        one = len(layers[0]) <= _FEW and layers[0].is_cpu
+        if not one or len(self._waiting) >= _TOGETHER:
+            self._stack()
+
+    def array(self) -> np.ndarray:
+        """All choices so far."""
+        self._stack()
+        return np.concatenate([part.cpu().numpy() for part in self._parts])
+
+    def _stack(self) -> None:
+        if self._waiting:
+            device = self._waiting[0][0].device
+            layers = [torch.cat(parts) for parts in self._moved(device)]
+            self._parts.append(torch.stack(layers, dim=1).to(self._dtype))
+            self._waiting = []
+
+    def _moved(self, device: torch.device) -> Iterator[list[Tensor]]:
+        """Return the waiting choices by layer, on one device."""
+        for calls in zip(*self._waiting, strict=True):
+            yield [part.to(device) for part in calls]
+
+
 class _Chosen:
     """Choice of a layer's router in the running call."""
 
@@ -164,7 +207,6 @@ class RouterChoices:
             for site in layer.sites
         }
 
-    @outside_of_graphs
     def begin(self) -> None:
         """Begin a call of the model: forget what was chosen before.
 
@@ -179,7 +221,6 @@ class RouterChoices:
             chosen.indices = chosen.weights = None
         self._open = True
 
-    @outside_of_graphs
     def close(self) -> None:
         """End the call, whether it succeeded or not."""
         if self._caller == threading.get_ident():
@@ -194,14 +235,15 @@ class RouterChoices:
 
         Raises ValueError where a layer's router was not called.
         """
-        small = torch.uint8 if self.fingerprint.num_experts <= 256 else torch.int32
-        return self._stacked("indices").to(small)
+        return torch.stack(self._on_one_device("indices"), dim=1).to(self.small)
 
-    def weights(self) -> Float[Tensor, "T L K"]:
-        """Weights of the experts' outputs, where noted. Raises ValueError as ``experts``."""
-        return self._stacked("weights")
+    @property
+    def small(self) -> torch.dtype:
+        """Dtype that holds the number of an expert."""
+        return torch.uint8 if self.fingerprint.num_experts <= 256 else torch.int32
 
-    def _stacked(self, name: str) -> Tensor:
+    def by_layer(self, name: str) -> list[Tensor]:
+        """Return ``indices`` or ``weights`` [T, K] of each layer; ValueError as ``experts``."""
         parts: list[Tensor] = []
         for layer, chosen in zip(self._layers, self._chosen, strict=True):
             part = getattr(chosen, name)
@@ -210,7 +252,11 @@ class RouterChoices:
                     f"the router of layer {layer.layer} ({layer.sites[0].path}) was not called"
                 )
             parts.append(part)
-        return torch.stack([part.to(parts[0].device) for part in parts], dim=1)
+        return parts
+
+    def _on_one_device(self, name: str) -> list[Tensor]:
+        first, *others = self.by_layer(name)
+        return [first, *(part.to(first.device) for part in others)]
 
     def _noting(self, layer: RoutedLayer, router: nn.Module, chosen: _Chosen) -> Callable[..., Any]:
         forward = router.forward

@@ -40,7 +40,7 @@ def of_arms(arms: Mapping[str, Sequence[RunFolder]]) -> Verdict:
 
 
 class JudgedValues(NamedTuple):
-    """What arms are judged by: its name and digits, whether less is better, values by seed."""
+    """A number that arms are judged by: its name and digits, whether less is better, values."""
 
     name: str
     digits: int

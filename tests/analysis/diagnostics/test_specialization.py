@@ -137,6 +137,20 @@ def test_paths_equal_a_count():
     assert all(counts[tuple(path)] == n for path, n in got.most)
 
 
+def test_paths_through_more_layers_than_a_number_holds_are_told_apart():
+    generator = np.random.default_rng(0)
+    layers = [generator.integers(0, 250, (4, 25)) for _ in range(20)]  # 250^20 is above 2^63
+    for layer in layers:  # two documents agree, but for one token in the last layer
+        layer[1] = layer[0]
+    layers[-1][1, 0] += 1
+    got = of.paths(_record(*layers))
+    assert got.distinct == 3 * 25 + 1
+    flat = np.stack(layers, axis=-1).reshape(-1, 20)
+    rows, counts = of._counted(np.stack(layers, axis=-1))
+    expected = np.unique(flat, axis=0, return_counts=True)
+    assert (rows == expected[0]).all() and (counts == expected[1]).all()
+
+
 def test_layers_that_follow_each_other_and_layers_that_do_not():
     first = _choices(holes=False)[..., 0]
     renamed = np.random.default_rng(1).permutation(EXPERTS)[first]

@@ -121,6 +121,21 @@ def test_a_generation_is_replayed_in_one_forward_of_all_its_tokens():
 
 
 @torch.no_grad()
+def test_a_long_generation_has_the_choice_of_every_call_in_its_order():
+    """Calls of few tokens wait and are stacked together; 39 leave some that still wait."""
+    model, ids = family_model("olmoe"), token_ids(rows=1, columns=5)
+    length = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+    with record(model, weights=True) as recorder, given_experts(model) as given:
+        model.generate(ids, **length)
+    routes, layers = recorder.routes(), len(recorder.routes().fingerprint.layers)
+    calls = [torch.stack(given[at : at + layers], 1) for at in range(0, len(given), layers)]
+    assert len(calls) == 40
+    assert np.array_equal(torch.cat(calls).numpy(), routes.experts)
+    assert routes.experts.dtype == np.uint8 and routes.weights.dtype == np.float32
+    assert np.array_equal(recorder.routes().experts, routes.experts)
+
+
+@torch.no_grad()
 def test_a_loop_of_ones_own_over_a_cache_is_followed():
     model, ids = family_model("mixtral", swapped=True), token_ids(columns=6)
     with record(model) as recorder:

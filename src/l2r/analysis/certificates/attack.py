@@ -7,6 +7,7 @@ Shape letters: T tokens, D hidden size, N experts, K experts chosen per token.
 
 import copy
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -224,30 +225,46 @@ def shortest_flip(
     token, or than the token's ``limit`` [T]. The norm is infinite where no change flips.
     """
     count, tokens = changes.shape[:2]
-    delta, token = changes.flatten(0, 1), torch.arange(tokens, device=start.device)
+    delta = changes.flatten(0, 1)
     norm = torch.linalg.vector_norm(delta, dim=1)  # [C T], like all that follows
-    low, high = torch.zeros_like(norm), torch.ones_like(norm)
-
-    def flipped(rows: Tensor, share: Tensor) -> Tensor:
-        of = rows % tokens
-        # in place, and rows by index_select: as many bits in two thirds of the time
-        point = delta.index_select(0, rows).mul_(share[:, None]).add_(start.index_select(0, of))
-        return decision_gap(_logits(router, point), inside.index_select(0, of)) <= 0
+    token = torch.arange(len(delta), device=start.device) % tokens
+    high, size = torch.ones_like(norm), torch.full_like(norm, torch.inf)
+    ways = _Ways(delta, start.index_select(0, token), inside.index_select(0, token))
 
     rows = torch.arange(len(delta), device=start.device)
-    rows = rows[flipped(rows, high)]
-    size = torch.full_like(norm, torch.inf)
+    flips = ways.flipped(router, high)
+    rows, ways = rows[flips], ways.only(flips)
+    low, up, long, of = torch.zeros_like(norm[rows]), high[rows], norm[rows], token[rows]
     for _ in range(halvings):
         if not len(rows):
             break
-        middle = (low[rows] + high[rows]) / 2
-        flips = flipped(rows, middle)
-        low[rows] = torch.where(flips, low[rows], middle)
-        high[rows] = torch.where(flips, middle, high[rows])
-        size[rows] = high[rows] * norm[rows]
+        middle = (low + up) / 2
+        flips = ways.flipped(router, middle)
+        low, up = torch.where(flips, low, middle), torch.where(flips, middle, up)
+        high[rows], size[rows] = up, up * long
         least = size.view(count, -1).amin(dim=0).clamp_max(limit)
-        rows = rows[low[rows] * norm[rows] <= least[rows % tokens]]
+        short = low * long <= least[of]
+        if not short.all():
+            rows, ways = rows[short], ways.only(short)
+            low, up, long, of = low[short], up[short], long[short], of[short]
     size[rows] = torch.linalg.vector_norm(high[rows, None] * delta[rows], dim=1)
     shortest = size.view(count, -1).min(dim=0)
-    chosen = shortest.indices * tokens + token
+    chosen = shortest.indices * tokens + torch.arange(tokens, device=start.device)
     return high[chosen, None] * delta[chosen], shortest.values
+
+
+class _Ways(NamedTuple):
+    """Ways from tokens to changed ones [W, D], and the decision inside [W, N] of each."""
+
+    delta: Tensor
+    start: Tensor
+    inside: Tensor
+
+    def flipped(self, router: nn.Module, share: Tensor) -> Tensor:
+        """Tell whether the decision is another one after a share [W] of each way."""
+        point = (share[:, None] * self.delta).add_(self.start)
+        return decision_gap(_logits(router, point), self.inside) <= 0
+
+    def only(self, kept: Tensor) -> "_Ways":
+        """Return the ways that a mask [W] keeps."""
+        return _Ways(*(part[kept] for part in self))

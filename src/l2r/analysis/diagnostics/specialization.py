@@ -23,6 +23,7 @@ from l2r.stats.entropy import entropy, information, normalized_entropy, table
 from l2r.stats.intervals import Interval
 
 BINS = 5  # of word frequency, of as many tokens each
+_CODES = 2**62  # numbers that stand for paths stay below
 _BURN_IN = 10  # rounds of trades before the first draw
 Analyses = tuple[dict[str, Any], dict[str, Array]]
 
@@ -153,8 +154,17 @@ def paths(choices: Choices, most: int = 10) -> Paths:
 def _counted(
     firsts: Int[np.ndarray, "R S L"],
 ) -> tuple[Int[np.ndarray, "P L"], Int[np.ndarray, " P"]]:
+    """Find the different paths, in the order of their experts, and count the tokens of each."""
     flat = firsts.reshape(-1, firsts.shape[-1])
-    return np.unique(flat[(flat >= 0).all(1)], axis=0, return_counts=True)
+    flat = flat[(flat >= 0).all(1)]
+    experts = int(flat.max(initial=0)) + 1
+    code = np.zeros(len(flat), np.int64)  # of the path so far, in the order of paths
+    for column in flat.T:
+        if code.max(initial=0) >= _CODES // experts:
+            code = np.unique(code, return_inverse=True)[1]
+        code = code * experts + column
+    _, place, counts = np.unique(code, return_index=True, return_counts=True)
+    return flat[place], counts
 
 
 def path_information(

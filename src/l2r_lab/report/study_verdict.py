@@ -43,7 +43,8 @@ def _verdicts(study: Study) -> str:
     kind = "primary contrast" if primary else "contrast"
     contrasts = f"{len(judged)} {kind}{'s' * (len(judged) > 1)}"
     if not decided:
-        return f"None of {contrasts} is decided: {_listed(map(_open, without))}."
+        none = f"None of {contrasts} is" if len(judged) > 1 else f"The only {kind} is not"
+        return f"{none} decided: {_listed(map(_open, without))}."
     are = "is" if len(decided) == 1 else "are"
     says = f"{len(decided)} of {contrasts} {are} decided: {_listed(map(in_numbers, decided))}."
     pairs = dict.fromkeys(f"{j.contrast.first} against {_second(j)}" for j in without)

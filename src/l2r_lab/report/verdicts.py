@@ -40,7 +40,7 @@ def of_arms(arms: Mapping[str, Sequence[RunFolder]]) -> Verdict:
 
 
 class JudgedValues(NamedTuple):
-    """A number that arms are judged by: its name and digits, whether less is better, values."""
+    """Values by which arms are judged, by seed; their name and digits, whether less is better."""
 
     name: str
     digits: int

@@ -31,7 +31,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from l2r.hf.checkpoints import load_causal_lm
 
 HERE = Path(__file__).parent
-PAGES = ("data", "evaluation", "inspect", "scale", "swap", "vision")  # of our documentation
+PAGES = ("data", "diagnostics", "inspect", "scale", "swap", "vision")  # of our documentation
 NEW = 16
 SHORT = (  # so little text that it is learned by heart: answers differ, and are far from ties
     "data.vocab_size=512",

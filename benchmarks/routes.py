@@ -15,7 +15,7 @@ from l2r_lab.bench_settings import BenchSettings
 from l2r_lab.inference import models, sizes
 from l2r_lab.timing import Step
 
-PHASES = ("forward", "forward+backward", "decode")
+PHASES = ("forward", "forward+backward", "decode", "generate")
 _DEMO = {  # as in the recipes of the demo
     "vocab_size": 4096, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_experts": 16, "num_experts_per_tok": 4,
@@ -31,7 +31,7 @@ def run(settings: BenchSettings) -> Bench:
         settings,
         note="ratio: time over plain's. second plain: what noise does. replay own: the routes that "
         "the model chooses itself; other: one token in ten has another expert. decode: "
-        f"{_decoded(settings)} tokens.",
+        f"{_decoded(settings)} tokens, generate: {_generated(settings)}, by the method.",
     )
     for name, (model, ids) in _subjects(settings).items():
         for phase in PHASES:
@@ -72,7 +72,13 @@ def _subjects(settings: BenchSettings) -> dict[str, tuple[Any, Tensor]]:
 def _group(bench: Bench, name: str, phase: str, model: Any, ids: Tensor) -> None:
     """Time one phase of a model in all forms."""
     decode: Make = partial(_decode, count=_decoded(bench.settings))
-    makes: dict[str, Make] = {"forward": _forward, "forward+backward": _backward, "decode": decode}
+    generate: Make = partial(_generate, count=_generated(bench.settings))
+    makes: dict[str, Make] = {
+        "forward": _forward,
+        "forward+backward": _backward,
+        "decode": decode,
+        "generate": generate,
+    }
     work = makes[phase](model, ids)
     steps = _steps(model, work, lambda: model(ids[:1]).logits)
     times = bench.measure(steps, f"{name}, {phase}", rounds=15)
@@ -136,6 +142,11 @@ def _decoded(settings: BenchSettings) -> int:
     return 2 if settings.quick else 8
 
 
+def _generated(settings: BenchSettings) -> int:
+    """Tokens of a call of ``generate``."""
+    return 4 if settings.quick else 32
+
+
 def _forward(model: Any, ids: Tensor) -> Work:
     def work() -> None:
         with torch.no_grad():
@@ -164,6 +175,19 @@ def _decode(model: Any, ids: Tensor, count: int) -> Work:
             for _ in range(count):
                 token, cache = answer.logits[:, -1:].argmax(-1), answer[CACHE]
                 answer = model(token, **{CACHE: cache}, use_cache=True)
+
+    return work
+
+
+def _generate(model: Any, ids: Tensor, count: int) -> Work:
+    """Greedy tokens after a prompt, by ``generate``."""
+    prompt = ids[:1, :16]
+    length = {"max_new_tokens": count, "min_new_tokens": count, "pad_token_id": 0}
+
+    def work() -> None:
+        with torch.no_grad():
+            mask = torch.ones_like(prompt)
+            model.generate(prompt, attention_mask=mask, do_sample=False, **length)
 
     return work
 

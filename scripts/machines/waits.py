@@ -18,7 +18,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from l2r.hf.checkpoints import load_tokenizer
 
 LOOK = Path("examples/look")
 TEXT = "She took the old road to the sea."
@@ -27,7 +29,7 @@ IMPORT = ["-c", "from transformers import OlmoeForCausalLM"]
 
 def save_mixtral(folder: Path) -> Path:
     """Save a tiny stock Mixtral with the tokenizer of examples/look."""
-    tokenizer = AutoTokenizer.from_pretrained(LOOK)
+    tokenizer = load_tokenizer(LOOK)
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}

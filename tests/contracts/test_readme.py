@@ -1,8 +1,8 @@
 """Every command and snippet of the README runs, in its order, in one empty folder.
 
-The folder holds what the README assumes: a model ``my-moe``, texts ``my-text``, and the study's
-results of a clone. Lines that install are not run; ``make demo`` runs as the command it calls, with
-two routers and a small model.
+The folder holds what the README assumes: models ``my-moe`` and ``other-moe``, texts ``my-text``
+and ``held-out``, and the study's results of a clone. Lines that install are not run; ``make demo``
+runs as the command it calls, with two routers and a small model.
 """
 
 import re
@@ -53,12 +53,14 @@ OlmoeForCausalLM(OlmoeConfig(**sizes, **heads, eos_token_id=1)).save_pretrained(
 @pytest.mark.slow("a chain of commands")
 def test_the_blocks_run_in_their_order(tmp_path, text_folder, tiny_changes, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(text_folder, "my-text")
+    for name in ("my-text", "held-out"):
+        shutil.copytree(text_folder, name)
     Path("results/evidence").mkdir(parents=True)
     for kept in (ROOT / "results" / "evidence").glob("decision*"):  # one folder, or one file
         copy = shutil.copytree if kept.is_dir() else shutil.copy
         copy(kept, Path("results/evidence") / kept.name)
     script(tmp_path / "model", MODEL).succeed()
+    shutil.copytree("my-moe", "other-moe")
     ran = []
     for number, (language, code) in enumerate(BLOCKS):
         logs = tmp_path / "logs" / str(number)
@@ -78,7 +80,7 @@ def test_the_blocks_run_in_their_order(tmp_path, text_folder, tiny_changes, monk
                 own = "--text" in arguments  # a sentence is short
                 shorter = [] if own else shlex.split(SHORTER.get(arguments[0], ""))
                 Running(logs, in_turn, [[*arguments, *shorter]]).succeed()
-    assert ran == ["check", "diagnose", "diagnose", "diagnose", "swap", "eval", "serve", "evidence"]
+    assert ran == ["check", *["diagnose"] * 4, "swap", "eval", "serve", "evidence"]
     for page in ("diagnosis/text.html", "diagnosis/index-text.html", "diagnosis/index.html"):
         assert Path(page).is_file()
     verdicts = Path("runs/evidence/decision/report.md").read_text()

@@ -282,7 +282,9 @@ class Cut(NamedTuple):
                 )
             tensors = list(torch.split(torch.stack(rows), self.size))
         if not tensors:
-            raise InputError("data must hold at least two texts or batches; got fewer")
+            raise InputError(
+                "data must hold at least two texts or batches; got fewer: split a long text"
+            )
         return [ids.to(self.device) for ids in tensors]
 
 

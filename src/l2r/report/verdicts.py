@@ -53,10 +53,12 @@ def _least_gain(views: Mapping[str, Diagnosis]) -> str:
         return ""
     least = min(gains, key=lambda name: gains[name] or 0.0)
     gain = gains[least] or 0.0
-    by = f"by {abs(gain):.3f} nats" if abs(gain) >= 0.0005 else "by less than 0.001 nats"
+    with_random = f"With random experts the loss of {least}"
+    if abs(gain) < 0.0005:
+        return f"{with_random} changes by less than 0.001 nats: its routing gains nothing here."
     if gain < 0:
-        return f"With random experts the loss of {least} falls {by}."
-    return f"With random experts the loss of {least} rises{' least,' * (len(views) > 1)} {by}."
+        return f"{with_random} falls by {-gain:.3f} nats."
+    return f"{with_random} rises{' least,' * (len(views) > 1)} by {gain:.3f} nats."
 
 
 def ever_first(view: Diagnosis) -> list[int]:

@@ -38,7 +38,7 @@ def split_files(
     if not train or not validation:
         raise InputError(
             f"domain {domain!r} must hold at least two different texts, one to train on and one "
-            f"held out; got {len(train) + len(validation)}"
+            f"held out; got {len(train) + len(validation)}: split a long file into several"
         )
     return train, validation
 

@@ -1,3 +1,3 @@
 """Version of the package, which every room may import."""
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"

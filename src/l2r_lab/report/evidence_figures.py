@@ -108,9 +108,8 @@ def _add_contrast(
         col=1,
     )
     if name != "step 0" and math.isfinite(half):
-        side = "better" if middle > 0 else "worse"
-        text = f"{abs(middle):{digits}} {side}"
-        _number(figure, text, middle + half, height, color, row=row, col=1)
+        size = f"{abs(middle):{digits}}"  # the side of 0 says better or worse
+        _number(figure, size, middle + half, height, color, row=row, col=1)
 
 
 def _number(
@@ -126,7 +125,7 @@ def _room_for_numbers(intervals: Sequence[Interval]) -> list[float]:
     ends = [end for value in intervals for end in value[1:] if math.isfinite(end)]
     low, high = min([0.0, *ends]), max([0.0, *ends])
     wide = (high - low) or 1.0
-    return [low - 0.04 * wide, high + 0.4 * wide]
+    return [low - 0.04 * wide, high + 0.3 * wide]
 
 
 def _oriented(contrast: Contrast, value: Interval) -> Interval:

@@ -55,7 +55,7 @@ def test_a_panel_per_metric_has_its_unit_and_every_row_its_number():
         "load entropy, share"
     )
     assert [line.x[0] for line in figure.data] == pytest.approx([0.31, -0.31])
-    assert [note.text for note in figure.layout.annotations] == ["0.310 better", "0.310 worse"]
+    assert [note.text for note in figure.layout.annotations] == ["0.310", "0.310"]
     names = [figure.layout[name].ticktext[0] for name in ("yaxis", "yaxis2")]
     assert all(name.startswith("l2r vs linear<br>") for name in names)
     assert "better" in names[0] and "worse" in names[1]

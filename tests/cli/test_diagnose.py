@@ -139,6 +139,14 @@ def test_names_grow_until_they_differ():
     assert names(["runs/one"]) == {"one": "runs/one"}
 
 
+def test_a_link_is_named_as_the_user_named_it(tmp_path, monkeypatch):
+    (tmp_path / "blobs-1f3a").mkdir()
+    (tmp_path / "mine").symlink_to(tmp_path / "blobs-1f3a")
+    monkeypatch.chdir(tmp_path / "mine")
+    assert names([str(tmp_path / "mine")]) == {"mine": str(tmp_path / "mine")}
+    assert names([str(tmp_path / "mine" / ".")]) == {"mine": str(tmp_path / "mine" / ".")}
+
+
 def test_landscape_writes_a_page(l2r, tmp_path):
     code, _, err = l2r("landscape", "--out", tmp_path / "page.html")
     assert code == 0, err

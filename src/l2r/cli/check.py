@@ -28,6 +28,7 @@ from l2r.cli.options import (
 from l2r.cli.output import echo, say
 from l2r.errors import InputError
 from l2r.files.atomic import plain_json
+from l2r.files.wording import named_path
 
 
 def check(
@@ -119,7 +120,7 @@ def check(
     if out is not None:
         make_folder(out)
         write_json(out / "check.json", [asdict(finding) for finding in findings])
-        page = write_check(out / "index.html", Path(checkpoint).resolve().name, findings)
+        page = write_check(out / "index.html", named_path(checkpoint).name, findings)
         print_pages([page], err=as_json)
     if any(finding.status == "fault" for finding in findings):
         raise typer.Exit(1)

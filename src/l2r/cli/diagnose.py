@@ -28,6 +28,7 @@ from l2r.cli.options import (
 from l2r.cli.output import echo, say
 from l2r.errors import InputError
 from l2r.files.atomic import plain_json
+from l2r.files.wording import named_path
 
 
 def diagnose(
@@ -225,7 +226,7 @@ def _progress(bars: Callable[..., None], name: str, what: str, done: int, total:
 
 def names(checkpoints: list[str]) -> dict[str, str]:
     """Name every checkpoint: its last folder, or more of the path where that repeats."""
-    paths = [Path(checkpoint).resolve() for checkpoint in checkpoints]
+    paths = [named_path(checkpoint) for checkpoint in checkpoints]
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         short = ["-".join(path.parts[-depth:]).replace("/", "") for path in paths]
         if len(set(short)) == len(short):

@@ -1,12 +1,12 @@
 """``l2r serve``: a checkpoint behind an OpenAI-compatible server."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from l2r.cli.options import Checkpoint, Device, DeviceMap, Dtype, Revision, TrustRemoteCode
 from l2r.cli.output import say
+from l2r.files.wording import named_path
 
 
 def serve(
@@ -62,7 +62,7 @@ def serve(
     )
 
     options = ServeOptions(
-        name=name or Path(checkpoint).resolve().name,
+        name=name or named_path(checkpoint).name,
         host=host,
         port=port,
         allowed_hosts=tuple(allowed_host or ()),

@@ -31,6 +31,7 @@ from l2r.cli.options import (
 from l2r.cli.output import echo, say, say_left_out
 from l2r.errors import InputError
 from l2r.files.atomic import plain_json
+from l2r.files.wording import named_path
 from l2r.report.tables import Table
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def swap(
     else:
         replace_routers(model, config, **where)
     if out is not None:
-        card = _card(Path(checkpoint).resolve().name, done, dtype, train_steps)
+        card = _card(named_path(checkpoint).name, done, dtype, train_steps)
         with progress_bars() as bars:
             copied = save(out, report=partial(bars, "files"), sections=[card])
     _print(_table(model, before, config.kind), result, config.kind, as_json=as_json)

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,6 +31,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Write a hint for a misspelt name: `` (did you mean 'rank'?)``, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def named_path(path: str | Path) -> Path:
+    """Return the absolute path whose names are the user's: a link keeps its own, ``.`` is gone."""
+    return Path(os.path.abspath(path))  # noqa: PTH100  resolve() follows links
 
 
 def existing_path(path: str | Path) -> Path:

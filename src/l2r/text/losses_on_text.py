@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from l2r.errors import InputError
 from l2r.files.atomic import append_text, make_folder, write_json, write_text
 from l2r.files.reading import parse_json
+from l2r.files.wording import named_path
 from l2r.hf.checkpoints import (
     Placement,
     checkpoint_digest,
@@ -56,7 +57,7 @@ class Texts:
         if limit is not None and limit < 1:
             raise InputError(f"limit must be >= 1; got {limit}")
         self.limit, self.own = limit, own
-        names = {path.resolve().name: path for path in paths}
+        names = {named_path(path).name: path for path in paths}
         self.paths = names if len(names) == len(paths) else {str(path): path for path in paths}
         sums, self.bytes = hashlib.sha256(), 0
         for file, document, text in self:
@@ -136,7 +137,7 @@ def evaluate_text(
         scored += new
         done += sum(sizes)
     named = None if start is None else tokenizer.convert_ids_to_tokens(start)
-    facts = {"checkpoint": checkpoint.resolve().name, "settings": {**identity, **asdict(windows)}}
+    facts = {"checkpoint": named_path(checkpoint).name, "settings": {**identity, **asdict(windows)}}
     written = stem.with_suffix(".json")
     write_json(
         written,

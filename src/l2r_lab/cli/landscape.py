@@ -16,6 +16,7 @@ from l2r.cli.options import (
     read_layers,
 )
 from l2r.errors import InputError
+from l2r.files.wording import named_path
 
 if TYPE_CHECKING:
     from l2r.report.page import Section
@@ -80,7 +81,7 @@ def landscape(
         bars("page", 1, 3, "figures")
         figures = paper_landscapes(reach) if checkpoint is None else []
         bars("page", 2, 3, "writing")
-        of = "" if checkpoint is None else f": {Path(checkpoint).resolve().name}"
+        of = "" if checkpoint is None else f": {named_path(checkpoint).name}"
         title = f"Score explorer{of}"
         path = write_explorer(out, sets, title=title, reach=reach, figures=figures)
         bars("page", 3, 3)

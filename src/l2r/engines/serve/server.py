@@ -22,6 +22,7 @@ from l2r.engines.serve.sequence import routes_of
 from l2r.engines.serve.web_app import Served, build
 from l2r.engines.serve.worker import OneByOne, Worker
 from l2r.errors import InputError
+from l2r.files.wording import named_path
 from l2r.hf.checkpoints import (
     check_reads_text,
     checkpoint_folder,
@@ -102,7 +103,7 @@ def _prepared(
         prompts = Prompts(tokenizer, ids=ids, limits=limits)
         stack.callback(prompts.chats.close)
         served = Served(
-            name=options.name or checkpoint.resolve().name,
+            name=options.name or named_path(checkpoint).name,
             created=int(checkpoint_folder(checkpoint).stat().st_mtime),
             prompts=prompts,
             ends=ends,

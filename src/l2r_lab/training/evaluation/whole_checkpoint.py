@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from l2r.files.atomic import write_json
+from l2r.files.wording import named_path
 from l2r.hf.checkpoints import (
     Placement,
     checkpoint_digest,
@@ -70,7 +71,7 @@ def evaluate_language(
     write_json(
         out / EVALUATION_FILE,
         {
-            "checkpoint": checkpoint.resolve().name,
+            "checkpoint": named_path(checkpoint).name,
             "settings": asdict(settings),
             "tasks": {name: result.to_dict() for name, result in results.items()},
             "accuracy": row.accuracy,
@@ -122,7 +123,7 @@ def evaluate_images(
         progress=on_progress,
     )
     record = {
-        "checkpoint": checkpoint.resolve().name,
+        "checkpoint": named_path(checkpoint).name,
         "averaged": averaged,
         "top1": accuracy.top1,
         "top5": accuracy.top5,

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from l2r.report.text_findings import colors_beside
 from l2r.report.text_view import write_text_page
 from tests.report.conftest import wait_until
 from tests.report.texts import WORDS, random_text
@@ -114,6 +115,23 @@ def test_a_sentence_is_shown_once_per_layer_in_matched_colors(open_tab, tmp_path
     assert tab.locator(".passage").nth(2).locator(".t.first").count() == (
         first_of(text, 2).count(first_of(text, 2)[4])
     )
+
+
+def test_experts_without_a_partner_have_a_key_of_their_own(page):
+    page.locator("#right").select_option("2")
+    experts = ONE.contexts.shape[1]
+    without = [e for e, c in enumerate(colors_beside(ONE, TWO, 0).tolist()) if c >= experts]
+    key = page.locator(".key").nth(1)
+    shown = [b for b in key.locator("button").all() if b.is_visible()]
+    assert [int(button.inner_text()) for button in shown] == without
+    assert len(without) == 9 - experts
+    assert "Only two" in key.inner_text()
+    shown[0].click()
+    assert page.locator(".pane").nth(1).locator(".t.first").count() == firsts(page, 1).count(
+        without[0]
+    )
+    page.locator("#right").select_option("-1")
+    assert page.locator(".key").count() == 1
 
 
 def test_breaks_of_lines_have_a_sign_and_break_the_line(page):

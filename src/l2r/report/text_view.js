@@ -76,15 +76,19 @@ function writeColors() {
   document.head.append(make("style", { textContent: rules.join("") }));
 }
 
-// The color of each expert of the first checkpoint; a click chooses it.
+// The color of each expert of the first checkpoint, then those that the one beside it has more; a
+// click chooses an expert.
 function showKey() {
-  const swatches = Array.from({ length: panes[0].checkpoint.experts }, (_, e) => {
-    const button = make("button", { type: "button" }, String(e));
-    button.setAttribute("aria-label", `choose expert ${e}`);
-    button.addEventListener("click", () => choose(0, panes[0].expert === e ? NONE : e));
-    return button;
-  });
-  find("experts").replaceChildren("Experts ", ...swatches);
+  find("experts").replaceChildren(...panes.map(({ checkpoint }, number) => {
+    const swatches = Array.from({ length: checkpoint.experts }, (_, e) => {
+      const button = make("button", { type: "button" }, String(e));
+      button.setAttribute("aria-label", `choose expert ${e} of ${checkpoint.name}`);
+      button.addEventListener("click", () => choose(number, panes[number].expert === e ? NONE : e));
+      return button;
+    });
+    const which = number ? `Only ${checkpoint.name} ` : "Experts ";
+    return make("div", { className: "key" }, which, ...swatches);
+  }));
 }
 
 // The text once, passage by passage, at the end of ``root``: its tokens.
@@ -171,8 +175,14 @@ function paint() {
     pane.about.textContent = stacked ? "" : layerOf(pane).name;
     pane.chooser.value = expert;
   }
-  find("experts").querySelectorAll("button").forEach((button, e) => {
-    button.className = `swatch e${layerOf(panes[0]).colors[e]}`;
+  const left = new Set(layerOf(panes[0]).colors);
+  find("experts").querySelectorAll(".key").forEach((key, number) => {
+    const { colors } = layerOf(panes[number]);
+    key.hidden = number > 0 && colors.every((color) => left.has(color));
+    key.querySelectorAll("button").forEach((button, e) => {
+      button.className = `swatch e${colors[e]}`;
+      button.hidden = number > 0 && left.has(colors[e]);
+    });
   });
   const depth = Number(controls.layer.max) + 1;
   const number = controls.layer.valueAsNumber;

@@ -11,21 +11,26 @@ from l2r.report.tables import Table
 from l2r.report.verdicts import span
 
 _TOKENS, _LAYERS = 24, 5  # of a terminal
+_BEFORE = 4  # tokens of the reader that stand before the first one of the model
 
 
 def own_text_table(routing: TextRouting, name: str, written: int | None = None) -> Table:
-    """First experts of the first tokens in five layers at most, with the verdict of the text.
+    """First experts of 24 tokens in five layers at most, with the verdict of the text.
 
-    written: position of the first token that the model wrote; the verdict quotes what it wrote.
+    written: position of the first token that the model wrote: those around it are shown, a mark
+    stands before it, and the verdict quotes what the model wrote.
     """
     depth = len(routing.layers)
     layers = sorted({round(n * (depth - 1) / (_LAYERS - 1)) for n in range(_LAYERS)})
     first = routing.experts[..., 0].reshape(depth, -1)
     pieces = _pieces(routing)
     columns = ("token", *(f"layer {_number(routing, layer)}" for layer in layers))
+    last = max(0, len(pieces) - _TOKENS)
+    start = 0 if written is None else min(last, max(0, written - _BEFORE))
+    shown = range(start, min(start + _TOKENS, len(pieces)))
     rows = [
-        (repr(piece)[1:-1], *(int(first[layer, n]) for layer in layers))
-        for n, piece in enumerate(pieces[:_TOKENS])
+        ("▸" * (n == written) + repr(pieces[n])[1:-1], *(int(first[layer, n]) for layer in layers))
+        for n in shown
     ]
     used = [len(np.unique(of_layer)) for of_layer in first]
     verdict = (
@@ -34,9 +39,12 @@ def own_text_table(routing: TextRouting, name: str, written: int | None = None) 
     )
     if written is not None:
         verdict += f" It wrote: {printable(''.join(pieces[written:]))}"
-    left = len(pieces) - len(rows)
-    caption = f"First experts. {left} more tokens: --json, or the page." if left else ""
-    return Table("", columns, tuple(rows), caption or "First experts.", verdict=verdict)
+    caption = "First experts."
+    if written is not None:
+        caption += " Text behind ▸ was written by the model."
+    if len(rows) < len(pieces):
+        caption += f" Tokens {start + 1} to {shown.stop} of {len(pieces)}; all: --json, the page."
+    return Table("", columns, tuple(rows), caption, verdict=verdict)
 
 
 def own_text_records(routing: TextRouting, written: int | None = None) -> list[dict[str, Any]]:

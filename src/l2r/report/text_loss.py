@@ -36,18 +36,22 @@ def text_table(losses: LossRecords, differences: LossRecords) -> Table:
 
 
 def _verdict(losses: LossRecords, differences: LossRecords) -> str:
-    """Bits per byte of one checkpoint, or how many differences from the first exclude 0."""
-    texts = [(n, t, v["bits_per_byte"] or {}) for n, of in losses.items() for t, v in of.items()]
-    if not differences:
-        name, text, bits = texts[-1]
-        sentence = f"{name} on {text}: {bits.get('value', math.nan):.3f} bits per byte"
-        if bits.get("low") is None:  # one document has no spread
-            return f"{sentence}."
-        return f"{sentence}, 95% interval {bits['low']:.3f} to {bits['high']:.3f}."
-    every = [v["bits_per_byte"] or {} for of in differences.values() for v in of.values()]
-    measured = [bits for bits in every if bits.get("low") is not None]
-    apart = sum(bits["low"] > 0 or bits["high"] < 0 for bits in measured)
-    return f"Of {len(every)} differences from {texts[0][0]} in bits per byte, {apart} exclude 0."
+    """Bits per byte of one checkpoint, the one difference, or how many differences leave out 0."""
+    records = differences or losses
+    rows = [(n, t, v["bits_per_byte"] or {}) for n, of in records.items() for t, v in of.items()]
+    if differences and len(rows) > 1:
+        measured = [bits for _, _, bits in rows if bits.get("low") is not None]
+        apart = sum(bits["low"] > 0 or bits["high"] < 0 for bits in measured)
+        return (
+            f"{apart} of {len(rows)} differences from {next(iter(losses))} in bits per byte "
+            f"{'has' if apart == 1 else 'have'} a 95% interval without 0."
+        )
+    name, text, bits = rows[-1]
+    sign = "+" if differences else ""
+    sentence = f"{name} on {text}: {bits.get('value', math.nan):{sign}.3f} bits per byte"
+    if bits.get("low") is None:  # one document has no spread
+        return f"{sentence}."
+    return f"{sentence}, 95% interval {bits['low']:{sign}.3f} to {bits['high']:{sign}.3f}."
 
 
 def _numbers(values: Mapping[str, Any]) -> tuple[float | None, ...]:

@@ -163,7 +163,7 @@ def of_plan(plan: Mapping[str, Any]) -> Verdict:
 
 
 def of_accuracies(overall: Mapping[str, Any], differences: Mapping[str, Mapping[str, Any]]) -> str:
-    """Accuracy of one checkpoint, or how many differences from the first exclude 0."""
+    """Accuracy of one checkpoint, or how many differences from the first leave out 0."""
     if not differences:
         ((name, values),) = overall.items()
         measured = [(c, v) for c, v in values.items() if v is not None]
@@ -174,8 +174,9 @@ def of_accuracies(overall: Mapping[str, Any], differences: Mapping[str, Mapping[
     every = [v for by_column in differences.values() for v in by_column.values() if v is not None]
     apart = sum(low > 0 or high < 0 for _, low, high in every)
     return (
-        f"Of {len(every)} differences from {next(iter(overall))}, {apart} exclude 0 (95%, paired "
-        f"by document, not adjusted; {0.05 * len(every):.1f} would by chance)."
+        f"{apart} of {len(every)} differences from {next(iter(overall))} "
+        f"{'has' if apart == 1 else 'have'} a 95% interval without 0 (paired by document, not "
+        f"adjusted; {0.05 * len(every):.1f} expected by chance)."
     )
 
 

@@ -21,7 +21,7 @@ _PACKAGE = (
     "The routers of this checkpoint need the Python package l2r-moe (pip install 'l2r-moe[lm]', "
     "then import l2r)"
 )
-_NO_CODE = f"{_PACKAGE}; trust_remote_code does not open it"
+_NO_CODE = f"{_PACKAGE}; trust_remote_code does not open it, though transformers names it next."
 # transformers prints the first where it does not know the model type, before any code is loaded;
 # a repository of this name cannot be. The second stands in a field whose type the configuration
 # class checks, printing the value: the first of these that it has.

@@ -212,7 +212,7 @@ def claims() -> Iterator[tuple[str, Claim]]:
     """Every claim of the pages, by the name of its page."""
     for claim in _of_readme():
         yield README.name, claim
-    for part in (_of_losses, _of_flips, _of_rivals, _of_limits):
+    for part in (_of_losses, _of_flips, _of_rivals, _of_certificates, _of_limits):
         for claim in part():
             yield EVIDENCE.name, claim
 
@@ -293,6 +293,30 @@ def _of_rivals() -> Iterator[Claim]:
     yield Claim("product keys {:.3f} [{:.3f}, {:.3f}]", ends(keys))
     better = gaps("parts-256", "sips", "rank-32") + gaps("transfer", "l2r", "l2r-rank-32")
     yield Claim("Rank 32 is {:.3f} nats better than rank 8 [{:.3f}, {:.3f}]", ends(better))
+
+
+def _of_certificates() -> Iterator[Claim]:
+    for name, file, tokens, routers in (
+        ("16, as published", "certified-flips.json", None, ("linear", "xmoe", "l2r_sips")),
+        ("256, 1.02M tokens", "certified-256.json", 1_024_000, ("linear", "xmoe", "l2r_sips")),
+        ("256, 4.10M tokens", "certified-256.json", 4_096_000, ("linear", None, "l2r_sips")),
+    ):
+        found = [certified(file, router, tokens) for router in routers if router]
+        cells = " | ".join("{:.0f}, {:.0f}" if router else "" for router in routers)
+        numbers = tuple(number for pair in found for number in pair)
+        yield Claim(f"| {name} | {cells} |".replace("|  |", "| |"), numbers)
+
+
+def certified(file: str, router: str, tokens: int | None) -> tuple[float, float]:
+    """Decisions proven not to change in bf16 and in int8, in %, over all seeds."""
+    rows = json.loads((ROOT / "results" / file).read_text(encoding="utf-8"))["rows"]
+    of = [row for row in rows if row["router"] == router and row.get("tokens") == tokens]
+    bf16, int8 = ([row for row in of if row["against"] == name] for name in ("bf16", "int8"))
+    return _certified_share(bf16), _certified_share(int8)
+
+
+def _certified_share(rows: Sequence[Mapping[str, int]]) -> float:
+    return 100 * sum(row["certified"] for row in rows) / sum(row["decisions"] for row in rows)
 
 
 def _of_limits() -> Iterator[Claim]:

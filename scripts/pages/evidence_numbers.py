@@ -1,7 +1,7 @@
 """Numbers of README and docs/evidence.md, from results/evidence, each rounded once.
 
     PYTHONPATH=. python -m scripts.pages.evidence_numbers           # print claims as they must be
-    PYTHONPATH=. python -m scripts.pages.evidence_numbers --write   # write the table of the page
+    PYTHONPATH=. python -m scripts.pages.evidence_numbers --write   # write them and the table
 
 Differences are plain paired t over all whole seeds: mean and 95% interval, not adjusted. The tests
 look for every claim on its page, and for numbers that no claim accounts for.
@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import add
 from statistics import fmean
 from typing import NamedTuple
 
@@ -50,6 +51,7 @@ class Row(NamedTuple):
     time: tuple[str, str] | None
 
 
+_FIELD, _NUMBER = re.compile(r"{[^}]*}"), r"[-+]?\d+(?:\.\d+)?"
 BEST = ("l2r-best", "linear-best")
 PLAIN = ("l2r", "linear")
 ROWS = (
@@ -207,6 +209,14 @@ class Claim:
         """Text with the numbers, each rounded once."""
         return self.text.format(*self.values)
 
+    def written_into(self, page: str) -> str:
+        """The page with these numbers where it has the words with others; lines break as before."""
+        words = [re.escape(part).replace(r"\ ", r"\s+") for part in _FIELD.split(self.text)]
+        pattern = _NUMBER.join(f"({part})" for part in words)
+        numbers = map(str.format, _FIELD.findall(self.text), self.values)
+        ends = [*numbers, ""]
+        return re.sub(pattern, lambda found: "".join(map(add, found.groups(), ends)), page)
+
 
 def claims() -> Iterator[tuple[str, Claim]]:
     """Every claim of the pages, by the name of its page."""
@@ -232,7 +242,7 @@ def _of_readme() -> Iterator[Claim]:
         numbers = tuple(number for one in own for number in (one.mean, one.half))
         yield Claim(f"| {name} | {{:.3f}} ± {{:.3f}} | {{:.3f}} ± {{:.3f}} |", numbers)
     yield Claim("a gain above {:.3f} nats or a loss above {:.3f} is excluded", excluded_at_1m())
-    yield Claim(f"it is {{:.3f}} worse [{{:.3f}}, {{:.3f}}] {_so_far()}", ends(tokens_256("4m")))
+    yield _so_far()
     yield Claim("{:.2f} of linear's time on a CPU, {:.2f} on an H100", times_at_olmoe())
     yield Claim("X-MoE is {:.3f} better", (fmean(gaps("ranked-1024", "l2r", "xmoe")),))
 
@@ -241,7 +251,7 @@ def _of_losses() -> Iterator[Claim]:
     short, long = tokens_256("1m"), tokens_256("4m")
     yield Claim("it is {:.3f} nats worse [{:.3f}, {:.3f}] over 24 seeds", ends(tuned_pool()))
     yield Claim("a gain above {:.3f} or a loss above {:.3f} is excluded", excluded_at_1m())
-    yield Claim(f"it is {{:.3f}} worse [{{:.3f}}, {{:.3f}}] {_so_far()}", ends(long))
+    yield _so_far()
     yield Claim("is {:+.3f} [{:+.3f}, {:+.3f}] after 1.02M tokens", ends(short))
     yield Claim("and {:+.3f} [{:+.3f}, {:+.3f}] after 4.10M", ends(long))
     change = [b - a for a, b in zip(short, long, strict=True)]
@@ -262,7 +272,7 @@ def _of_flips() -> Iterator[Claim]:
         for length in ("1m", "4m")
         for arithmetic in ARITHMETICS
     ]
-    yield Claim("the CE changes by {:+.4f} to {:+.4f} nats", (min(changes), max(changes)))
+    yield Claim("the CE changes by {:.4f} nats at most", (max(map(abs, changes)),))
     cells = "{:.1f}, {:.1f} | {:+.1f}, {:+.1f} | {:.1f}, {:.1f} | {:.0f}, {:.0f}"
     for name in ARITHMETICS:
         found = [long_runs(f"{name}_{m}") for m in ("flips", "ce_change", "kl", "kl_replay_share")]
@@ -336,8 +346,10 @@ def _of_limits() -> Iterator[Claim]:
     yield Claim("({:.3f} and {:.3f}, L2R and linear, after 4.10M tokens)", long)
 
 
-def _so_far() -> str:
-    return f"in the first {len(tokens_256('4m'))} of 16 seeds"
+def _so_far() -> Claim:
+    long = tokens_256("4m")
+    text = "it is {:.3f} worse [{:.3f}, {:.3f}] in the first {:.0f} of 16 seeds"
+    return Claim(text, (*ends(long), len(long)))
 
 
 def excluded_at_1m() -> tuple[float, float]:
@@ -399,12 +411,16 @@ def needed(losses: Mapping[int, float], reference: float) -> int:
 
 
 def main() -> None:
-    """Print the claims, or write the table."""
+    """Print the claims and the table; with ``--write`` the pages have them afterwards."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="write the table of docs/evidence.md")
+    parser.add_argument("--write", action="store_true", help="write README and docs/evidence.md")
     if parser.parse_args().write:
-        page = EVIDENCE.read_text(encoding="utf-8")
-        EVIDENCE.write_text(with_section(page, SECTION, table()), encoding="utf-8")
+        pages = {path.name: path.read_text(encoding="utf-8") for path in (README, EVIDENCE)}
+        for name, claim in claims():
+            pages[name] = claim.written_into(pages[name])
+        pages[EVIDENCE.name] = with_section(pages[EVIDENCE.name], SECTION, table())
+        for path in (README, EVIDENCE):
+            path.write_text(pages[path.name], encoding="utf-8")
     for page, claim in claims():
         print(json.dumps([page, claim.says()], ensure_ascii=False))
     print(table())

@@ -32,7 +32,7 @@ HEAD = (
     "| tokens that bf16 changes: L2R, linear, X-MoE | parameters | time | state |\n"
     "|---|---|---|---|---|---|---|---|---|---|\n"
 )
-LOSS = "validation_ce"
+LOSS, FLIPS = "validation_ce", "flipped_tokens"
 
 
 class Row(NamedTuple):
@@ -169,7 +169,7 @@ def _line(row: Row) -> str:
     tokens = one.facts["units"] / 1e6
     flips = []
     for arm in (row.l2r, row.linear, row.xmoe):
-        known = arm is not None and values(row.study, arm, "flipped_tokens")
+        known = arm is not None and values(row.study, arm, FLIPS)
         flips.append(f"{fmean(known):.1%}" if known else "")
     shown = gaps(row.study, row.l2r, row.linear)
     sizes = [
@@ -210,7 +210,10 @@ class Claim:
         return self.text.format(*self.values)
 
     def written_into(self, page: str) -> str:
-        """The page with these numbers where it has the words with others; lines break as before."""
+        """The page with these numbers where it has the words with others; lines break as before.
+
+        A claim that begins or ends with a number needs words of its own beside that number.
+        """
         words = [re.escape(part).replace(r"\ ", r"\s+") for part in _FIELD.split(self.text)]
         pattern = _NUMBER.join(f"({part})" for part in words)
         numbers = map(str.format, _FIELD.findall(self.text), self.values)
@@ -241,7 +244,7 @@ def _of_readme() -> Iterator[Claim]:
         own = [interval(values("decision", arm)) for arm in arms]
         numbers = tuple(number for one in own for number in (one.mean, one.half))
         yield Claim(f"| {name} | {{:.3f}} ± {{:.3f}} | {{:.3f}} ± {{:.3f}} |", numbers)
-    yield Claim("a gain above {:.3f} nats or a loss above {:.3f} is excluded", excluded_at_1m())
+    yield Claim("excludes a gain above {:.3f} nats or a loss above {:.3f}", excluded_at_1m())
     yield _so_far()
     yield Claim("{:.2f} of linear's time on a CPU, {:.2f} on an H100", times_at_olmoe())
     yield Claim("X-MoE is {:.3f} better", (fmean(gaps("ranked-1024", "l2r", "xmoe")),))
@@ -250,7 +253,7 @@ def _of_readme() -> Iterator[Claim]:
 def _of_losses() -> Iterator[Claim]:
     short, long = tokens_256("1m"), tokens_256("4m")
     yield Claim("it is {:.3f} nats worse [{:.3f}, {:.3f}] over 24 seeds", ends(tuned_pool()))
-    yield Claim("a gain above {:.3f} or a loss above {:.3f} is excluded", excluded_at_1m())
+    yield Claim("excludes a gain above {:.3f} or a loss above {:.3f}", excluded_at_1m())
     yield _so_far()
     yield Claim("is {:+.3f} [{:+.3f}, {:+.3f}] after 1.02M tokens", ends(short))
     yield Claim("and {:+.3f} [{:+.3f}, {:+.3f}] after 4.10M", ends(long))
@@ -267,38 +270,51 @@ def _of_losses() -> Iterator[Claim]:
 
 def _of_flips() -> Iterator[Claim]:
     changes = [
-        mean("tokens-256", f"{arm}-{length}", f"{arithmetic}_ce_change")
+        ends(values("tokens-256", f"{arm}-{length}", f"{arithmetic}_ce_change"))
         for arm in PLAIN
         for length in ("1m", "4m")
         for arithmetic in ARITHMETICS
     ]
-    yield Claim("the CE changes by {:.4f} nats at most", (max(map(abs, changes)),))
+    largest = (
+        max(abs(mean) for mean, _, _ in changes),
+        max(abs(end) for one in changes for end in one),
+    )
+    yield Claim(
+        "the mean CE changes by {:.4f} nats at most, and no end of an interval lies beyond {:.4f}",
+        largest,
+    )
     cells = "{:.1f}, {:.1f} | {:+.1f}, {:+.1f} | {:.1f}, {:.1f} | {:.0f}, {:.0f}"
     for name in ARITHMETICS:
         found = [long_runs(f"{name}_{m}") for m in ("flips", "ce_change", "kl", "kl_replay_share")]
         yield Claim(f"| {name} | {cells} |", tuple(number for pair in found for number in pair))
     yield Claim("changes {:.1f}% of tokens in bf16, linear {:.1f}%", published_flips())
-    more = gaps("flips-decision", "l2r-tuned", "linear-tuned", "flipped_tokens")
+    more = gaps("flips-decision", "l2r-tuned", "linear-tuned", FLIPS)
     yield Claim("it is {:.1f} against {:.1f}%", equal_flips())
     yield Claim("{:+.1f} points [{:.1f}, {:.1f}]", ends(more, 100))
     lead = [-100 * fmean(tokens_256(length, "bf16_flipped_tokens")) for length in ("1m", "4m")]
     yield Claim("{:.1f} points after 1.02M tokens, {:.1f} after 4.10M", tuple(lead))
-    for text, study, arms in (
-        ("L2R {:.1f}%, X-MoE {:.1f}% (`rank-8-of-256`)", "rank-8-of-256", ("l2r", "xmoe")),
-        ("{:.1f} and {:.1f}% (`why-256`)", "why-256", ("sips", "xmoe")),
-        ("{:.1f} and {:.1f}% (`ranked-64`)", "ranked-64", ("preset", "xmoe")),
-    ):
-        yield Claim(text, tuple(100 * mean(study, arm, "flipped_tokens") for arm in arms))
+    three = (("rank-8-of-256", "l2r"), ("why-256", "sips"), ("ranked-64", "l2r"))
+    yield Claim(
+        "with 256 experts L2R has {:+.1f} points [{:+.1f}, {:+.1f}] (`rank-8-of-256`) or {:+.1f} "
+        "[{:.1f}, {:.1f}] (`why-256`), with 64 experts {:+.1f} [{:.1f}, {:.1f}] (`ranked-64`)",
+        tuple(n for study, arm in three for n in ends(gaps(study, arm, "xmoe", FLIPS), 100)),
+    )
 
 
 def _of_rivals() -> Iterator[Claim]:
+    either = "{:+.3f} [{:+.3f}, {:+.3f}] with"
+    tuned = (("decision", "-best"), ("rank-8-of-256", ""), ("ranked-1024", ""))
+    yield Claim(
+        f"X-MoE - linear is {either} 16 experts, {either} 256, {either} 1,024",
+        tuple(n for s, best in tuned for n in ends(gaps(s, f"xmoe{best}", f"linear{best}"))),
+    )
     gains = tuple(-fmean(gaps("decision", f"{arm}-best", arm)) for arm in ("linear", "xmoe"))
     yield Claim("lowered linear's loss by {:.3f} nats and X-MoE's by {:.3f}", gains)
     wide, narrow = gaps("ranked-1024", "l2r", "xmoe"), gaps("decision", "l2r-best", "xmoe-best")
     yield Claim("{:.3f} nats below L2R [{:.3f}, {:.3f}]", ends(wide))
     yield Claim("with 16 it is {:.3f} below [{:.3f}, {:.3f}]", ends(narrow))
     plain = fmean(gaps("rank-8-of-256", "low-rank", "linear"))
-    yield Claim("two plain matrices of rank 8 are {:.3f} nats behind linear", (plain,))
+    yield Claim("Two plain matrices of rank 8 are {:.3f} nats behind linear", (plain,))
     keys = gaps("rivals-256", "product-keys-16", "linear")
     yield Claim("product keys {:.3f} [{:.3f}, {:.3f}]", ends(keys))
     better = gaps("parts-256", "sips", "rank-32") + gaps("transfer", "l2r", "l2r-rank-32")
@@ -373,14 +389,14 @@ def long_runs(metric: str) -> tuple[float, float]:
 
 def published_flips() -> tuple[float, float]:
     """Tokens that bf16 changes with L2R and linear as published, 16 experts, in %."""
-    own, base = (100 * mean("flips", arm, "flipped_tokens") for arm in ("l2r-sips", "linear"))
+    own, base = (100 * mean("flips", arm, FLIPS) for arm in ("l2r-sips", "linear"))
     return own, base
 
 
 def equal_flips() -> tuple[float, float]:
     """The same where both are tuned."""
     arms = ("l2r-tuned", "linear-tuned")
-    own, base = (100 * mean("flips-decision", arm, "flipped_tokens") for arm in arms)
+    own, base = (100 * mean("flips-decision", arm, FLIPS) for arm in arms)
     return own, base
 
 

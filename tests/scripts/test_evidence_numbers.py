@@ -93,6 +93,8 @@ def test_numbers_of_old_results_are_replaced_where_a_claim_has_them():
     old = "Old: it is\n+0.050 [0.02, 0.08] after 4 seeds. It is 0.050 after 4 seeds."
     new = "Old: it is\n-0.046 [1.00, 2.00] after 6 seeds. It is 0.050 after 4 seeds."
     assert claim.written_into(old) == new == claim.written_into(new)
+    with pytest.raises(ValueError, match="stand on the page twice: it is"):
+        claim.written_into(old + old)
 
 
 def values(study, arm, metric="validation_ce"):

@@ -90,7 +90,7 @@ def swap(
     before, after the swap and after the fit, on text that the fit has not seen; without --out it
     only measures. Without changes the new routers are those of L2RConfig.for_experts.
 
-    Example: l2r swap my-olmoe router.kind=l2r_sips rank=8 heads=4 gamma=4 --out new
+    Example: l2r swap my-olmoe router.kind=l2r_sips rank=16 heads=1 gamma=4 --out new
 
     Example: l2r swap my-olmoe --fit --data my-text --out new
     """

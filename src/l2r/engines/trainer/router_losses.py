@@ -44,8 +44,8 @@ def add_router_losses(
     ``trainer`` is transformers' Trainer or one built on it (TRL's SFT, DPO, GRPO), its model has
     routers of ours, swapped ones, or those of a supported family. The losses and their settings are
     those of ``l2r.routers.router_losses``; ``margin`` > 0 adds the margin loss, logged as
-    ``margin_loss``. z is 0 unless asked for: the setting that the evidence prefers has no z-loss,
-    the paper's weight is 0.001.
+    ``margin_loss``. z is 0 unless asked for: L2R's tuned settings were found without it, the
+    paper's weight is 0.001.
 
     The router losses of a step are the mean over its micro-batches and over the ranks, whatever
     the accumulation. ``balance_scope="step"`` counts loads over all of them in a forward pass of

@@ -90,7 +90,7 @@ def _vision(values: Mapping[str, Any], model: Any) -> "RouterConfig":
     if "preset" in values:
         raise InputError(
             "preset is for language: on images its setting was not better "
-            f"(docs/evidence.md); got preset={values['preset']!r}"
+            f"(docs/vision.md); got preset={values['preset']!r}"
         )
     return vision_router(values)
 

@@ -22,7 +22,7 @@ SETTINGS = (
     r"rank \d+", r"fp32|bf16|int8|1e-4", r"95%", r"0\.05 by",
     r"1945", r"4 to 6 layers, width 128 or 256, 1\.0 to 4\.1M tokens", r"10B",
     r"scale of logits, at 4", r"0\.1 of its rms", r"Predicted was \+0\.010 to \+0\.020",
-    r'"10, L2R 5"|"those of 16"', r"mark 20 results|8 whose commit",
+    r'"10, L2R 5"|"those of 16"',
     r"the 13% of flips", r"3\.28M tokens", r"0\.16% of FLOPs",
     r"within 0\.02 of the best",
 )  # fmt: skip

@@ -19,6 +19,7 @@ from l2r.kernels.dispatch import implementation
 
 DEVICE = torch.device("lazy:0")
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+_JOINED = (torch.ops.aten.stack.default, torch.ops.aten.cat.default)  # take no number from here
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)  # by indices from here
 
 
@@ -86,7 +87,8 @@ def _run(function: Any, args: Any, kwargs: Any) -> Any:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     away = any(isinstance(tensor, Away) for tensor in tensors)
     if away and function not in (*_COPIES, *_INDEXED):
-        left = [t for t in tensors if not isinstance(t, Away) and t.dim() > 0]
+        joined = function in _JOINED
+        left = [t for t in tensors if not isinstance(t, Away) and (joined or t.dim() > 0)]
         if left:
             raise RuntimeError(f"{function} has tensors on {DEVICE} and on {left[0].device}")
     to = kwargs.get("device")

@@ -1,4 +1,4 @@
-"""Run docs/re-run-the-paper.md from its first command to its last, at toy size, in an empty folder.
+"""Run docs/re-run-the-paper.md from plan to figures, at toy size, in an empty folder.
 
     python -m scripts.pages.rehearsal FOLDER
 

@@ -43,6 +43,15 @@ def test_a_healthy_checkpoint_ends_with_0_and_its_verdict_comes_first(l2r, folde
     assert all(line.startswith("ok ") for line in lines)
 
 
+@pytest.mark.parametrize("value", [None, "high", [0.1]])
+def test_a_weight_of_a_recipe_that_is_no_number_is_named(l2r, folder, tmp_path, value):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").symlink_to(folder / "run" / "model")
+    (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump({"losses": {"z": value}}))
+    line = l2r("check", tmp_path / "run", "--data", folder / "tokens", *SHORT).refusal()
+    assert f"losses.z in {tmp_path / 'run' / 'recipe.yaml'} must be a number; got {value!r}" in line
+
+
 def test_a_fault_ends_with_1_and_has_a_remedy(l2r, folder):
     """One normalized weight is always 1, so that the task trains no router."""
     code, out, _ = l2r("check", folder / "top1", "--data", folder / "tokens", *SHORT, "--json")

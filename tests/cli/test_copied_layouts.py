@@ -144,10 +144,10 @@ def test_a_wrapper_keeps_its_tower_its_processors_and_its_templates(
     )
 
 
-def test_what_all_trained_weights_are_cannot_be_packed(l2r, tmp_path, text_folder):
+@pytest.mark.parametrize("out", [(), ("--out", "new")])
+def test_what_all_trained_weights_are_cannot_be_packed(l2r, text_folder, out):
     line = l2r(
-        *("swap", folder_of("mxfp4"), "--fit", "--data", text_folder, "--train-steps", "1"),
-        *("--out", tmp_path / "new"),
+        *("swap", folder_of("mxfp4"), "--fit", "--data", text_folder, "--train-steps", "1"), *out
     ).refusal()
     assert "is quantized (mxfp4)" in line and "Mxfp4Config(dequantize=True)" in line
 

@@ -60,7 +60,7 @@ diagnose whole --data none | --data
 diagnose whole --out file | cannot use; file: not a directory
 diagnose whole --sigma -1 | --sigma
 diagnose whole --sample 0 | --sample
-diagnose whole --length 0 | --length
+diagnose whole --length 1 | --length
 diagnose whole --batch-size 0 | --batch-size
 diagnose whole --text 1024 | --text
 diagnose whole whole | checkpoints must differ

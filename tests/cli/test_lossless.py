@@ -285,6 +285,19 @@ def test_a_measurement_that_writes_nothing_is_not_refused(mtp, text_folder, l2r)
     assert ended.code == 0, ended
 
 
+def test_a_link_to_another_folder_is_refused_for_a_copy_before_the_load_and_measured(
+    plain, text_folder, l2r, tmp_path, refusal, monkeypatch
+):
+    folder = tmp_path / "linked-moe"
+    shutil.copytree(plain, folder)
+    (tmp_path / "terms").write_text("mine")
+    (folder / "LICENSE").symlink_to(tmp_path / "terms")
+    assert l2r(*words("swap --fit", folder, text_folder)).code == 0
+    monkeypatch.setattr("l2r.hf.checkpoints.load_model", lambda *_, **__: pytest.fail("loaded"))
+    line = refusal(*words("swap --fit", folder, text_folder), "--out", tmp_path / "new")
+    assert "LICENSE is a link to" in line
+
+
 @pytest.mark.parametrize("command", ["swap", "swap --fit", "swap --fit --dtype bfloat16"])
 def test_a_wider_tensor_is_kept_and_rounded_only_by_training_it(
     plain, text_folder, l2r, tmp_path, refusal, command

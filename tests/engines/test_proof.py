@@ -49,6 +49,28 @@ def test_a_copy_is_equal_with_and_without_its_routes():
     prove(forward_of(engine), made, positions=POSITIONS)
 
 
+@pytest.mark.parametrize("api", ["legacy", "new"])
+def test_products_are_whole_inside_and_as_the_user_set_them_afterwards(api):
+    """torch's two ways of setting their precision; to mix them is an error of torch."""
+    made = small()
+    matmul, seen = torch.backends.mkldnn.matmul, []
+
+    def forward(ids):
+        seen.append((matmul.fp32_precision, torch.backends.cuda.matmul.fp32_precision))
+        return forward_of(deepcopy(made))(ids)
+
+    try:
+        if api == "new":
+            torch.backends.cuda.matmul.fp32_precision = matmul.fp32_precision = "tf32"
+        else:
+            torch.set_float32_matmul_precision("high")
+        prove(forward, made, positions=POSITIONS)
+        assert set(seen) == {("ieee", "ieee")}
+        assert matmul.fp32_precision == torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 @pytest.mark.parametrize(
     "fields",
     [

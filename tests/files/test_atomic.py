@@ -231,6 +231,25 @@ def test_a_block_that_fails_leaves_nothing(tmp_path) -> None:
         pass
 
 
+def test_an_empty_folder_that_cannot_be_replaced_is_refused_at_once(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for out in (Path(), Path(), tmp_path):
+        with pytest.raises(ValueError, match="the folder you are in: name a folder in it"):
+            atomic.check_new_folder(out)
+    place = tmp_path / "out"
+    place.mkdir()
+    atomic.check_new_folder(place)
+    with monkeypatch.context() as mounted:
+        mounted.setattr(Path, "is_mount", lambda path: path == place)
+        with pytest.raises(ValueError, match="a mount point: name a folder in it"):
+            atomic.check_new_folder(place)
+        atomic.check_new_folder(place / "model")
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and access(path, mode))
+    with pytest.raises(OSError, match="permission denied"):
+        atomic.check_new_folder(place)
+
+
 def test_without_locks_folders_are_written_and_none_is_removed(tmp_path, monkeypatch) -> None:
     def none(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -187,6 +187,16 @@ def test_bad_options_are_named(options, field, value):
         options(**{field: value})
 
 
+def test_joint_training_of_codes_is_refused_before_the_fit(trained):
+    model, said = copy.deepcopy(trained), []
+    codes = torch.zeros(4, dtype=torch.uint8)
+    model.model.norm.codes = torch.nn.Parameter(codes, requires_grad=False)
+    given = (model, CONFIG, batches(1, seed=1), batches(1, seed=2))
+    with pytest.raises(ValueError, match=r"model\.norm\.codes is torch\.uint8: dequantize"):
+        upcycle(*given, joint=JointOptions(steps=1), report=lambda *line: said.append(line))
+    assert not said and not any(isinstance(m, Router) for m in model.modules())
+
+
 def test_empty_batches_are_refused(trained):
     with pytest.raises(ValueError, match="held_out must hold at least one batch"):
         upcycle(copy.deepcopy(trained), CONFIG, batches(1, seed=0), [])

@@ -19,8 +19,10 @@ from l2r.functional import (
     pool_anchors,
     router_margin_loss,
     router_z_loss,
+    sequence_balance_loss,
 )
 from tests import reference
+from tests.second_device import second_device
 
 
 def layer(seed, tokens=20, experts=6, top_k=2):
@@ -35,6 +37,35 @@ def test_balance_equals_loops(variant, seed):
     logits, indices = layer(seed)
     expected = reference.balance_loss(logits.numpy(), indices.numpy(), variant)
     assert load_balancing_loss(logits, indices, variant=variant).item() == pytest.approx(expected)
+
+
+def test_the_first_choice_is_that_of_the_largest_logit_in_any_order_of_the_k():
+    """Families of Hugging Face call topk with sorted=False."""
+    logits, indices = layer(0)
+    one, other = (
+        load_balancing_loss(logits, k, variant="tutel") for k in (indices, indices.flip(1))
+    )
+    assert one == other
+
+
+def test_layers_may_lie_on_several_devices():
+    """As device_map places them; the result is on the first one's."""
+    (first, first_k), (second, second_k) = layer(0), layer(1)
+    mask, rows = torch.arange(20) % 3 > 0, torch.arange(20) // 5
+
+    def losses(logits, indices):
+        for variant in ("paper", "olmoe", "hf", "tutel"):
+            yield load_balancing_loss(logits, indices, variant=variant, mask=mask)
+        yield sequence_balance_loss([z.softmax(1) for z in logits], indices, rows, mask=mask)
+        yield router_z_loss(logits, mask=mask)
+        yield router_margin_loss(logits, top_k=2, mask=mask)
+
+    expected = list(losses([first, second], [first_k, second_k]))
+    with second_device() as device:
+        away = second.to(device), second_k.to(device)
+        assert list(losses([first, away[0]], [first_k, away[1]])) == expected
+        turned = losses([away[0], first], [away[1], first_k])
+        assert all(loss.device == device for loss in turned)
 
 
 @given(seed=st.integers(0, 1000))

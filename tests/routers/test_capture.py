@@ -175,6 +175,18 @@ def test_calls_of_other_threads_are_not_captured():
     assert all(len(calls) == 1 for calls in captured.outputs.values())
 
 
+def test_data_parallel_is_refused_whose_copies_run_in_other_threads():
+    wrapped = torch.nn.DataParallel(tiny_model(FAMILIES["mixtral"]))
+    with torch.no_grad(), capture(wrapped) as captured:  # on a CPU it has no copies
+        wrapped(sample_tokens())
+    assert captured.outputs
+    wrapped.device_ids = [0, 1]
+    with pytest.raises(
+        ValueError, match=r"one process per GPU \(torchrun\); got device_ids=\[0, 1\]"
+    ):
+        capture(wrapped).__enter__()
+
+
 def test_a_router_alone_is_captured():
     router = build_router("linear", hidden_size=4, num_experts=3, top_k=2)
     with capture(router) as captured:

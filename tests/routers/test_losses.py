@@ -2,6 +2,7 @@
 
 import copy
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from l2r.engines.trainer.own_loss import OwnLossWeights
 from l2r.functional import sequence_balance_loss
 from l2r.hf.swap.families import FAMILIES
 from l2r.hf.swap.sites import running_sites
-from l2r.routers import router_losses, step_loads
+from l2r.routers import RouterOutput, StepLoads, router_losses, step_loads
+from l2r.routers.capture import RouterSite
+from l2r.routers.model_calls import ModelCall
 from tests.hf.families import each_rule, each_rule_and_dtype, sample_tokens, tiny_model
 from tests.processes import Running, on_ranks
 from tests.routers.test_capture import model_of
+from tests.second_device import second_device
 
 GATES = {  # affinities by the family's paper or code: sigmoid, or sqrt(softplus); else softmax
     "sigmoid": torch.sigmoid,
@@ -193,6 +197,24 @@ def test_a_step_does_not_depend_on_how_it_is_cut(name, variant):
     for key, gradient in whole.items():
         near = 64 * torch.finfo(torch.float32).eps * max(1e-3, float(gradient.abs().max()))
         torch.testing.assert_close(cut[key], gradient, rtol=0, atol=near)
+
+
+def test_the_loads_of_a_step_are_those_of_the_largest_logit_and_of_real_tokens_on_any_device():
+    """Families return the k unsorted; a mask may lie elsewhere than the layer."""
+    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0], [0.0, 1.0, 2.0]])
+    indices = torch.tensor([[2, 1], [0, 2], [1, 2]])
+    mask = torch.tensor([True, True, False])
+    call = Mock(spec=ModelCall, real=lambda tokens: mask)
+    site = Mock(spec=RouterSite, path="gate")
+    with second_device() as device:
+        away = RouterOutput(logits.to(device), logits.to(device)[:, :2], indices.to(device))
+        loads = {first: StepLoads(first) for first in (False, True)}
+        for load in loads.values():
+            load.add(site, away.logits, away, call)
+            assert load.counts["gate"].device == load.tokens["gate"].device == device
+        assert loads[False].counts["gate"].tolist() == [1, 1, 2]
+        assert loads[True].counts["gate"].tolist() == [1, 1, 0]
+        assert loads[True].tokens["gate"].tolist() == 2
 
 
 def own_off(model):

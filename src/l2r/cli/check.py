@@ -132,5 +132,14 @@ def _recipe_losses(folder: Path) -> dict[str, float]:
 
     run = RunFolder(folder)
     losses = run.read_recipe().get("losses") if run.is_run() else None
-    names = ("balance", "z")
-    return {n: float(losses[n]) for n in names if n in losses} if isinstance(losses, dict) else {}
+    if not isinstance(losses, dict):
+        return {}
+    found = {name: losses[name] for name in ("balance", "z") if name in losses}
+    for name, value in found.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError):
+            raise InputError(
+                f"losses.{name} in {run.recipe} must be a number; got {value!r}"
+            ) from None
+    return found

@@ -15,6 +15,7 @@ from l2r.cli.options import (
     Device,
     DeviceMap,
     Dtype,
+    Length,
     Open,
     Revision,
     Rows,
@@ -37,7 +38,7 @@ def diagnose(
     data: Data = None,
     out: Annotated[Path, out_option("a folder for the page and the numbers")] = Path("diagnosis"),
     instances: Rows = 64,
-    length: Annotated[int, typer.Option(help="Tokens per row.", callback=at_least(1))] = 256,
+    length: Length = 256,
     batch_size: BatchSize = 8,
     sample: Annotated[int, typer.Option(help="Tokens kept for noise and figures.")] = 2048,
     certify: Annotated[
@@ -84,7 +85,7 @@ def diagnose(
     data, saves its diagnosis, prints a table, writes the page. With --text the routes of one text,
     of any length, in colors, in seconds.
 
-    Example: l2r diagnose runs/demo/linear runs/demo/l2r_sips --out diagnosis
+    Example: l2r diagnose runs/demo/linear runs/demo/l2r_sips_tuned --out diagnosis
     """
     from l2r.analysis import Extent, earlier_checkpoints
     from l2r.analysis.diagnostics import DiagnosisSettings

@@ -81,7 +81,7 @@ def mismatch(
     Compares experts by layer, margin, position and kind of token, the log-probabilities with own
     and with the same experts, and counts decisions that are certified not to change.
 
-    Example: l2r mismatch runs/demo/l2r_sips --against bf16
+    Example: l2r mismatch runs/demo/l2r_sips_tuned --against bf16
     """
     from l2r.files.atomic import check_place, make_folder, write_json
     from l2r.hf.checkpoints import (

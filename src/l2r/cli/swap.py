@@ -187,18 +187,23 @@ def _open(
         load_tokenizer,
         save_model,
     )
+    from l2r.hf.checkpoints.folders import kept_files
     from l2r.hf.models import check_parts, check_whole, check_whole_weights
     from l2r.hf.swap import select_sites
 
     source, code = checkpoint_folder(folder), {"trust_remote_code": trust_remote_code}
-    if kept and trained:
+    if trained:
         check_whole_weights(source, checkpoint)
+    if kept:
+        kept_files(source)  # refuses links before the weights are read
+    copy: CheckpointCopy | None = None
     if placement is None:
         copy = CheckpointCopy.on_meta(folder, say, **code)
         model, tokenizer = copy.model, load_tokenizer(folder, **code)
     else:
         model, tokenizer = load_model(folder, placement=placement, **code)
-        copy = CheckpointCopy(model, source)
+        if kept and not trained:
+            copy = CheckpointCopy(model, source)
     replaced = [site.path for site in select_sites(model, chosen)]
     if kept and not trained:
         check_parts(model, source, checkpoint)
@@ -207,7 +212,7 @@ def _open(
         check_whole(model, source, checkpoint, replaced=replaced, rounded=rounded)
 
     def save(out: Path, report: Any, **more: Any) -> str:
-        if trained:
+        if copy is None:
             save_model(model, out, source=source, tokenizer=tokenizer, **more)
             return ""
         copy.save(out, tokenizer=tokenizer, report=report, **more)

@@ -247,10 +247,13 @@ def _in_dtype(made: nn.Module, dtype: torch.dtype, *, nudged: bool = False) -> I
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Full float32 products inside the block; they and the random state are as before after it."""
-    precision = torch.get_float32_matmul_precision()
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.set_float32_matmul_precision("highest")
         try:
+            for backend in backends:
+                backend.fp32_precision = "ieee"
             yield
         finally:
-            torch.set_float32_matmul_precision(precision)
+            for backend, precision in zip(backends, before, strict=True):
+                backend.fp32_precision = precision

@@ -190,6 +190,15 @@ def check_new_folder(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"out must be a new or empty folder; got {out}")
     check_place(out)
+    if out.exists():  # it will be replaced, which needs its parent
+        here = out.resolve()
+        if here == Path.cwd() or here.is_mount():
+            what = "a mount point" if here.is_mount() else "the folder you are in"
+            raise InputError(
+                f"out must be a new folder or one that can be replaced; got {out}, {what}: name a "
+                "folder in it"
+            )
+        check_place(here.parent)
 
 
 @contextmanager

@@ -199,14 +199,13 @@ def _fit(
                 model, sites, students, seen
             )  # before it is fitted to this batch
             for _ in range(options.updates):
-                loss = torch.stack(
+                optimizer.zero_grad(set_to_none=True)
+                torch.autograd.backward(
                     [
                         divergence(logits, student.logits(x), gate=site.selection.gate)
                         for site, student, (x, logits, _) in zip(sites, students, seen, strict=True)
                     ]
-                ).sum()
-                optimizer.zero_grad(set_to_none=True)
-                torch.autograd.backward(loss)
+                )
                 optimizer.step()
                 for student in students:
                     student.constrain()

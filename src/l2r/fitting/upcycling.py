@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from l2r.errors import InputError
 from l2r.fitting.fit import FitProgress, FitReport, check_gradients, cosine, fit_sites, perplexity
 from l2r.fitting.fit_options import FitOptions, JointOptions
 from l2r.functional import load_balancing_loss, router_z_loss
@@ -37,11 +38,13 @@ def upcycle(
     ``batches`` are token ids to fit and train on, ``held_out`` others to measure on.
     ``options.updates=0`` leaves the new routers as they are drawn: copying nothing. Modules are in
     training mode afterwards where they were before.
-    Raises ValueError for empty batches, where gradients are off, and as ``swap_routers`` does.
+    Raises ValueError for empty batches, where gradients are off, for joint training of quantized
+    weights, and as ``swap_routers`` does.
     """
     joint = joint or JointOptions()
     if joint.steps:
         check_gradients()
+        _check_weights(model)
     sites = select_sites(model, layers)
     students = [_start(model, site, new_router(site, config, selection)) for site in sites]
     with ExitStack() as stack:
@@ -72,8 +75,11 @@ def train_jointly(
             with autocast, capture(model) as record:
                 loss = token_losses(model, batches[step % len(batches)]).mean()
             logits, indices = record.logits(), record.indices()
-            loss = loss + options.balance * load_balancing_loss(logits, indices)
-            loss = loss + options.z * router_z_loss(logits)
+            for weight, extra in (
+                (options.balance, load_balancing_loss(logits, indices)),
+                (options.z, router_z_loss(logits)),
+            ):
+                loss = loss + weight * extra.to(loss.device)  # of a model on several devices
             optimizer.zero_grad(set_to_none=True)
             torch.autograd.backward(loss)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -81,6 +87,16 @@ def train_jointly(
             constrain(model)
             schedule.step()
             report("joint training", step + 1, options.steps)
+
+
+def _check_weights(model: nn.Module) -> None:
+    """Raise ValueError for weights of one byte, which hold codes or need scales."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype.itemsize < 2:
+            raise InputError(
+                f"joint training changes all weights, which must be of 16 bits or more; {name} is "
+                f"{parameter.dtype}: dequantize the model"
+            )
 
 
 @contextmanager

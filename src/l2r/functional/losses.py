@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from l2r.files.shared_settings import BalanceVariant, ZVariant
-from l2r.functional.selection import routing_probs
+from l2r.functional.selection import first_choice, routing_probs
 
 _VARIANCE_EPS = 1e-6  # added: at equal scores the gradient of the root of the variance is NaN
 
@@ -84,7 +84,7 @@ def load_balancing_loss(
     - ``olmoe``: Eq. 34 divided by K, as OLMoE trains (1).
     - ``hf``: transformers pools s-bar and f over all layers before the product, so layers that
       each collapse onto different experts look balanced (K).
-    - ``tutel``: f counts the first choice only, as GShard (1).
+    - ``tutel``: f counts the first choice only, that of the largest logit, as GShard (1).
 
     ``usage`` replaces the f_i of every layer, for statistics over several ranks or
     micro-batches; gradients flow through s-bar alone either way.
@@ -102,7 +102,8 @@ def load_balancing_loss(
             f"got {len(layers)} and {len(chosen)}"
         )
     if variant == "tutel":
-        chosen = [layer[:, :1] for layer in chosen]
+        pairs = zip(layers, chosen, strict=True)
+        chosen = [first_choice(z.gather(1, k), k).unsqueeze(1) for z, k in pairs]
     if mask is not None:
         mask = _flat_mask(mask, layers[0].shape[0])
     top_k, num_experts = chosen[0].shape[1], layers[0].shape[1]
@@ -113,9 +114,9 @@ def load_balancing_loss(
         else list(usage)
     )
     if variant == "hf":
-        shares, used = [torch.stack(shares).mean(0)], [torch.stack(used).mean(0)]
-    per_layer = [num_experts * (s * f.to(s.dtype)).sum() for s, f in zip(shares, used, strict=True)]
-    loss = torch.stack(per_layer).mean()
+        shares, used = [mean_over_layers(shares)], [mean_over_layers(used)]
+    per_layer = [num_experts * (s * f.to(s)).sum() for s, f in zip(shares, used, strict=True)]
+    loss = mean_over_layers(per_layer)
     return loss / top_k if variant == "olmoe" else loss
 
 
@@ -151,7 +152,7 @@ def sequence_balance_loss(
     if mask is not None:
         mask = _flat_mask(mask, layers[0].shape[0])
     pairs = zip(layers, chosen, strict=True)
-    return torch.stack([_sequence_loss(a, i, sequences, mask) for a, i in pairs]).mean()
+    return mean_over_layers([_sequence_loss(a, i, sequences, mask) for a, i in pairs])
 
 
 def _sequence_loss(
@@ -159,6 +160,7 @@ def _sequence_loss(
 ) -> Tensor:
     affinities = _zero_masked(affinities, mask)
     wide = affinities.to(torch.promote_types(affinities.dtype, torch.float32))
+    sequences = sequences.to(wide.device)
     tokens, experts = wide.shape
     weight = _token_weight(tokens, mask, wide.device).to(wide.dtype)
     length = wide.new_zeros(tokens).index_add(0, sequences, weight)
@@ -205,7 +207,7 @@ def router_z_loss(
         for layer, h in zip(layers, per_layer, strict=True)
     ]
     pairs = zip(layers, centers, strict=True)
-    loss = torch.stack([_z_loss(layer, mask, center) for layer, center in pairs]).mean()
+    loss = mean_over_layers([_z_loss(layer, mask, center) for layer, center in pairs])
     return loss / top_k if variant == "olmoe" and top_k is not None else loss
 
 
@@ -236,7 +238,7 @@ def router_margin_loss(
         raise ValueError(f"gap must be > 0 and finite; got gap={gap}")
     if mask is not None:
         mask = _flat_mask(mask, layers[0].shape[0])
-    return torch.stack([_margin_loss(layer, top_k, gap, mask) for layer in layers]).mean()
+    return mean_over_layers([_margin_loss(layer, top_k, gap, mask) for layer in layers])
 
 
 def _margin_loss(ranking: Tensor, top_k: int, gap: float, mask: Tensor | None) -> Tensor:
@@ -260,13 +262,20 @@ def _z_loss(logits: Tensor, mask: Tensor | None, center: float) -> Tensor:
 
 def _zero_masked(logits: Tensor, mask: Tensor | None) -> Tensor:
     """Logits with 0 for masked tokens, whose NaN would reach the sum."""
-    return logits if mask is None else logits.masked_fill(~mask.bool().unsqueeze(1), 0)
+    if mask is None:
+        return logits
+    return logits.masked_fill(~mask.to(logits.device).bool().unsqueeze(1), 0)
 
 
 def _token_weight(tokens: int, mask: Tensor | None, device: torch.device) -> Tensor:
     if mask is None:
         return torch.ones(tokens, dtype=torch.float32, device=device)
-    return mask.to(torch.float32)
+    return mask.to(device, torch.float32)
+
+
+def mean_over_layers(values: Sequence[Tensor]) -> Tensor:
+    """Mean of a value of every layer, on the first one's device: layers may be on several."""
+    return torch.stack([value.to(values[0].device) for value in values]).mean(0)
 
 
 def _flat_mask(mask: Tensor, tokens: int) -> Tensor:

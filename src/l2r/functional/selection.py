@@ -51,6 +51,11 @@ def select_experts(
     return expert_weights(probs, indices, normalize=normalize, norm_eps=norm_eps), indices
 
 
+def first_choice(scores: Float[Tensor, "T K"], indices: Int[Tensor, "T K"]) -> Int[Tensor, " T"]:
+    """Expert of the largest score or weight; some Hugging Face routers return the k unsorted."""
+    return indices.gather(1, scores.argmax(dim=1, keepdim=True)).flatten()
+
+
 def expert_weights(
     probs: Float[Tensor, "T N"],
     indices: Int[Tensor, "T K"],

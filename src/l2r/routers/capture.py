@@ -207,8 +207,14 @@ def observed(
     """Pass every output of every router to ``see`` inside the block, with the call it is of.
 
     ``model`` may be compiled or wrapped by DDP. What a backward pass runs again is not seen, nor
-    are calls of other threads. Raises ValueError as ``sites_of``.
+    are calls of other threads. Raises ValueError as ``sites_of``, and for DataParallel, whose
+    copies run in other threads.
     """
+    if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+        raise InputError(
+            "DataParallel runs copies of the model in threads, where its routers are not seen; "
+            f"start one process per GPU (torchrun); got device_ids={model.device_ids}"
+        )
     found = sites_of(model) if sites is None else sites
     watch = _Watch(see, threading.get_ident())
     inner, outer = unwrapped_model(model), _compiled_wrapper(model)

@@ -22,6 +22,8 @@ from l2r.functional import (
     router_z_loss,
     sequence_balance_loss,
 )
+from l2r.functional.losses import mean_over_layers
+from l2r.functional.selection import first_choice
 from l2r.routers.base import RouterOutput
 from l2r.routers.capture import Captured, RouterSite, observed
 from l2r.routers.model_calls import ModelCall
@@ -55,9 +57,11 @@ class StepLoads:
         del x
         self._whole = None
         mask = call.real(len(output.logits))
-        indices = output.indices[:, :1] if self.first_choice else output.indices
+        indices = output.indices
+        if self.first_choice:
+            indices = first_choice(output.logits.gather(1, indices), indices).unsqueeze(1)
         counts = expert_counts(indices, output.logits.shape[1], mask=mask)
-        count = indices.new_tensor(len(indices)) if mask is None else mask.sum()
+        count = indices.new_tensor(len(indices)) if mask is None else mask.sum().to(counts.device)
         known = site.path in self.counts
         self.counts[site.path] = self.counts[site.path] + counts if known else counts
         self.tokens[site.path] = self.tokens[site.path] + count if known else count
@@ -75,7 +79,9 @@ class StepLoads:
         ]
         flat = torch.cat([part.to(parts[0].device) for part in parts])
         dist.all_reduce(flat)
-        for name, part in zip(self.counts, torch.split(flat, [len(p) for p in parts]), strict=True):
+        wholes = torch.split(flat, [len(part) for part in parts])
+        for name, own, whole in zip(self.counts, parts, wholes, strict=True):
+            part = whole.to(own.device)
             summed.counts[name], summed.tokens[name] = part[:-1], part[-1]
         self._whole = summed
         return summed
@@ -160,7 +166,7 @@ def router_losses(
             ]
             apart = router_margin_loss(rankings, top_k=group.top_k, gap=margin_gap, mask=group.mask)
         found.append([bal, level, apart])
-    bal, level, apart = (torch.stack(values).mean() for values in zip(*found, strict=True))
+    bal, level, apart = map(mean_over_layers, zip(*found, strict=True))
     if usage is not None:  # parts of one loss, not losses
         bal = bal * len(found)
     total = balance * bal + z * level + margin * apart

@@ -150,11 +150,6 @@ def routed(module: nn.Module, output: Any) -> tuple[Float[Tensor, "T N"], Tensor
     return logits, weights, indices
 
 
-def first_choice(weights: Float[Tensor, "T K"], indices: Int[Tensor, "T K"]) -> Int[Tensor, " T"]:
-    """Expert with the largest weight; some Hugging Face routers return the k unsorted."""
-    return indices.gather(1, weights.argmax(dim=1, keepdim=True)).flatten()
-
-
 def chosen_too(first: Int[Tensor, "T K"], second: Int[Tensor, "T K"]) -> Bool[Tensor, "T K"]:
     """Tell whether each of a token's experts in ``first`` is among those in ``second``."""
     return (first[:, :, None] == second[:, None, :]).any(dim=-1)

@@ -12,8 +12,8 @@ from l2r.analysis.certificates import certify as certify_module
 from l2r.analysis.certificates.arithmetic import family_of
 from l2r.analysis.certificates.attack import decisions, exact, shortest_flip
 from l2r.analysis.certificates.certify import certify, certify_first, holds_within
+from l2r.functional.selection import first_choice
 from l2r.hf.swap import router_sites
-from l2r.routers.observe import first_choice
 from tests.analysis.diagnostics.routers import inputs, make
 from tests.hf.families import tiny_config
 from tests.tiers import few
@@ -147,6 +147,19 @@ def test_logits_that_the_weight_does_not_give_have_no_certificate():
         ValueError, match="MixtralTopKRouter has other logits than its weight gives"
     ):
         certify(router, tokens(torch.float32))
+
+
+@pytest.mark.parametrize("kind", ["linear", "sips"])
+def test_products_that_torch_may_round_have_no_certificate(kind):
+    """TF32's, which the logits of our routers do not show."""
+    router, x = make(kind).eval(), inputs(40)
+    try:
+        for precision in ("high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            with pytest.raises(ValueError, match=r"torch multiplies float32 in (tf32|bf16) here"):
+                certify(router, x)
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_probabilities_that_tie_where_logits_do_not_certify_nothing():

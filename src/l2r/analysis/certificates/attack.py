@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from l2r.functional.selection import first_choice
 from l2r.routers import Router
-from l2r.routers.observe import first_choice
 
 Chosen = Bool[Tensor, "T N"]
 

@@ -26,8 +26,9 @@ from l2r.analysis.certificates.local_bounds import LocalBounds
 from l2r.analysis.certificates.rank2_radii import plane_radii
 from l2r.analysis.certificates.routing_map import AnchorMap, LinearMap, RoutingMap, routing_map
 from l2r.errors import InputError
+from l2r.functional.selection import first_choice
 from l2r.routers import Router
-from l2r.routers.observe import evaluating, first_choice, more_inputs
+from l2r.routers.observe import evaluating, more_inputs
 from l2r.routers.selection_rule import Selection
 
 PAIRS = 2**20  # pairs of a chosen expert and any, over all tokens of a chunk, held at once
@@ -168,6 +169,8 @@ def _arithmetic(router: nn.Module, form: RoutingMap, x: Tensor, own: Tensor) -> 
     Routers of ours compute in the dtype of their logits, which a form gives but for a factor.
     """
     if isinstance(form, AnchorMap) or isinstance(router, Router):
+        if own.dtype is torch.float32:
+            _check_products(x)
         return Arithmetic.of(own.dtype, ranks_logits=True)
     logits = form.logits(x)
     for dtype in dtypes_of(router, own):
@@ -179,6 +182,17 @@ def _arithmetic(router: nn.Module, form: RoutingMap, x: Tensor, own: Tensor) -> 
     raise InputError(
         f"{type(router).__name__} has other logits than its weight gives; no certificate is known"
     )
+
+
+def _check_products(x: Tensor) -> None:
+    """Raise ValueError where torch may round the factors of products in float32."""
+    backend = torch.backends.cuda if x.is_cuda else torch.backends.mkldnn
+    precision = backend.matmul.fp32_precision
+    if precision in ("tf32", "bf16"):
+        raise InputError(
+            f"torch multiplies float32 in {precision} here; no certificate is known. "
+            "torch.set_float32_matmul_precision('highest') turns that off"
+        )
 
 
 def _check_choice(router: nn.Module, form: RoutingMap, part: _Part, chosen: Tensor) -> None:

@@ -19,8 +19,9 @@ from l2r.analysis.certificates.routing_map import scoring_anchors
 from l2r.analysis.diagnostics import streaming_sums as sums
 from l2r.analysis.diagnostics.data_pass import BatchReading, DataBatch, RouterReducer, Run, read
 from l2r.errors import InputError
+from l2r.functional.selection import first_choice
 from l2r.routers import L2RRouter, Router, RouterOutput
-from l2r.routers.observe import block_bias, find_routers, first_choice
+from l2r.routers.observe import block_bias, find_routers
 from l2r.routers.offload import materialized
 
 Fields = dict[str, Tensor]

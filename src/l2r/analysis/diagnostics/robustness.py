@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from l2r.analysis.diagnostics.data_pass import DataBatch, Run
 from l2r.analysis.diagnostics.settings import check_sigma
 from l2r.errors import InputError
+from l2r.functional.selection import first_choice
 from l2r.routers import Captured, capture
-from l2r.routers.observe import block_bias, chosen_too, evaluating, find_routers, first_choice
+from l2r.routers.observe import block_bias, chosen_too, evaluating, find_routers
 from l2r.stats.intervals import Interval, mean_interval
 
 CHUNK = 4096  # tokens that are perturbed at once

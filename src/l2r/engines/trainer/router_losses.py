@@ -165,8 +165,7 @@ class RouterLosses(TrainerCallback):
         if captured is None or not captured.outputs:
             weights = ", ".join(f"{name}={self.settings[name]}" for name in ("balance", "z"))
             raise InputError(
-                f"the router losses have weights {weights}, but no router output was recorded; "
-                "DataParallel replicas are not supported"
+                f"the router losses have weights {weights}, but no router output was recorded"
             )
         found = router_losses(captured, **self.settings, loads=self._loads)
         values = torch.stack([*found[1:], torch.ones_like(found.z)])

@@ -88,7 +88,7 @@ def test_tables_are_printed_and_certificates_can_be_left_out(l2r, checkpoints, t
     ("arguments", "message"),
     [
         (["nowhere"], "checkpoint must be a folder with config.json"),
-        (["{stock}", "--length", "0"], "length must be >= 1; got 0"),
+        (["{stock}", "--length", "1"], "--length must be >= 2; got 1"),
         (["{stock}", "--data", "{tokens}", "--sample", "0"], "sample must be >= 1; got 0"),
         (["{stock}", "--data", "{text}"], "the checkpoint has no tokenizer"),
         (["{stock}", "{stock}"], "checkpoints must differ"),

@@ -14,7 +14,12 @@ from transformers import (
 )
 from transformers import TrainingArguments as Arguments
 
-from l2r.engines.trainer import add_router_losses
+from l2r.engines.trainer import (
+    RouterLosses,
+    add_bias_balancing,
+    add_router_losses,
+    add_router_statistics,
+)
 from l2r.functional import load_balancing_loss, router_margin_loss, router_z_loss
 from l2r.hf.models import L2rOlmoeConfig, L2rOlmoeForCausalLM
 from l2r.hf.models.vit import L2rViTConfig, L2rViTForImageClassification
@@ -304,7 +309,18 @@ def test_a_trained_model_has_no_hooks_and_a_trainer_may_train_twice(tmp_path):
     trainer.args.max_steps = 2
     trainer.train()
     assert sum("balance_loss" in logs for logs in watch.logs) >= 2
+    losses = next(c for c in trainer.callback_handler.callbacks if isinstance(c, RouterLosses))
+    assert not losses._sums.any()  # nothing of this training is in the first line of the next
     assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("add", [add_router_losses, add_router_statistics, add_bias_balancing])
+def test_a_trainer_that_makes_its_model_anew_is_refused(add, tmp_path):
+    """Each train() would make one that what was added has never seen."""
+    arguments = Arguments(tmp_path, report_to=[], use_cpu=True)
+    trainer = Trainer(model_init=swapped_mixtral, args=arguments)
+    with pytest.raises(ValueError, match="must be given model=, not model_init"):
+        add(trainer)
 
 
 class Failing(Trainer):

@@ -123,5 +123,8 @@ def test_a_folder_below_that_is_a_link_is_refused(tmp_path: Path, name: str) -> 
 def test_a_run_that_goes_on_removes_what_a_kill_left(run: RunFolder) -> None:
     cut = run.path / ".environment.json.0123456789abcdef.part"
     cut.write_text("{")
+    half = run.checkpoints / ".step-00000123.part"
+    half.mkdir(parents=True)
+    (half / "shard").touch()
     with run.lock():
-        assert not cut.exists() and run.read_metrics() == RECORDS
+        assert not cut.exists() and not half.exists() and run.read_metrics() == RECORDS

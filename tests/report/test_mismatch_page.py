@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from l2r.report import mismatch
 from l2r.report.mismatch import cost, limits, reference, tables, verdict, write_mismatch
 from tests.files.test_mismatch import small
 
@@ -97,6 +98,12 @@ def test_one_choice_that_changed_among_thousands_is_not_all_kept():
     assert "0.05% of 2,000 tokens" in verdict(result, "bf16")
     assert "99.99% of all choices stay" in verdict(result, "bf16")
     assert "100.0% of all choices stay" in verdict(small(other_experts=small().experts), "bf16")
+
+
+def test_no_share_between_none_and_all_is_rounded_to_either():
+    shown = {0.0: "0.00%", 1e-6: "<0.01%", 0.00011: "0.01%", 0.5: "50.0%", 0.9995: "99.95%"}
+    shown |= {0.99994: "99.99%", 0.999999: ">99.99%", 1.0: "100.0%"}
+    assert {share: mismatch._percent(share) for share in shown} == shown
 
 
 def test_a_page_without_routes_says_so():

@@ -59,6 +59,16 @@ def test_passages_color_the_first_words_by_expert_and_others_by_their_partners()
     assert [color for _, color, _ in columns[titles[1]]] == list(colors)
 
 
+def test_passages_of_models_of_other_sizes_have_one_color_for_partners_in_the_layers_shown():
+    """A model of twice the layers and experts, whose middle layer chooses as the first one's."""
+    one, wide = random_text(), random_text(layers=4, experts=12, seed=1)
+    wide.experts[2] = one.experts[1]
+    columns = first_passages({"one": one, "wide": wide}).columns
+    (_, first), (title, second) = columns.items()
+    assert title.startswith("wide, layer 2: 100% as one, ")
+    assert [color for _, color, _ in first] == [color for _, color, _ in second]
+
+
 def test_a_column_of_sentences_is_read_from_the_left():
     rows = (("a", 0.5, "the unit is that of the scoring, of which there are many"), ("b", 1, "-"))
     page = Table("", ("name", "value", "what it says"), rows).to_html()

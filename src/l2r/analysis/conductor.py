@@ -70,11 +70,11 @@ def diagnose_checkpoint(
     images. ``say`` gets a line about the data, ``report`` the progress; ``earlier`` is that of
     ``diagnose_subject``.
 
-    Raises ValueError for a folder without a model, data that does not fit and sizes below 1.
+    Raises ValueError for a folder without a model, data that does not fit and sizes too small.
     """
-    for name, value in (("instances", instances), ("length", length)):
-        if value < 1:
-            raise InputError(f"{name} must be >= 1; got {value}")
+    for name, value, least in (("instances", instances, 1), ("length", length, 2)):
+        if value < least:
+            raise InputError(f"{name} must be >= {least}; got {value}")
     subject = open_subject(
         local_checkpoint(str(checkpoint), revision=revision, code=trust_remote_code),
         data,

@@ -110,6 +110,8 @@ class RunFolder:
             if not mine:
                 raise InputError(f"output folder {self.path} is in use by another run")
             remove_unfinished(self.path)
+            if not self.checkpoints.is_symlink():
+                remove_unfinished(self.checkpoints)
             yield
 
     def read_metrics(self, kind: str | None = None) -> list[dict[str, Any]]:

@@ -22,7 +22,11 @@ const arrays = {
   own: numbers(data.own, Float32Array), replayed: numbers(data.replayed, Float32Array),
 };
 
-const percent = (share) => share === null ? "-" : `${(100 * share).toFixed(share < 0.1 ? 2 : 1)}%`;
+const percent = (share) => {
+  if (share === null) return "-";
+  if (share > 0 && share < 0.00005) return "<0.01%";
+  return `${(100 * share).toFixed(share < 0.1 ? 2 : 1)}%`;
+};
 const shortly = (value) => Number.isNaN(value) ? "-" : Number(value.toPrecision(3)).toString();
 const inline = (piece) => piece.replace(/\n/g, "↵").replace(/\t/g, "⇥");
 

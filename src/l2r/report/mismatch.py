@@ -209,8 +209,11 @@ def _cells(table: Table) -> list[list[str]]:
 def _percent(share: float | None) -> str | None:
     if share is None:
         return None
-    fine = share < 0.1 or 0.999 < share < 1  # one choice that changed is not 100.0% kept
-    return f"{100 * share:.2f}%" if fine else f"{100 * share:.1f}%"
+    if 0 < share < 0.00005:
+        return "<0.01%"
+    if 0.99995 < share < 1:  # one choice that changed is not 100% kept
+        return ">99.99%"
+    return f"{100 * share:.2f}%" if share < 0.1 or 0.999 < share < 1 else f"{100 * share:.1f}%"
 
 
 def _small(value: float | None) -> str | None:

@@ -1,6 +1,6 @@
 """The first words of a text in the colors of its experts, a column per checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -23,7 +23,9 @@ def first_passages(texts: Mapping[str, TextRouting], *, most: int = 3) -> Passag
     ordered = {name: prose_first(routing) for name, routing in texts.items()}
     (of, base), *_ = ordered.items()
     alike = [(n, r) for n, r in ordered.items() if r is base or same_tokens(r, base)]
-    columns = {_title(n, routing, base, of): _tokens(routing, base) for n, routing in alike[:most]}
+    shown = alike[:most]
+    colors = expert_colors(max(routing.contexts.shape[1] for _, routing in shown))
+    columns = {_title(n, r, base, of): _tokens(r, base, colors) for n, r in shown}
     caption = "Color: the expert that a token goes to first, in the middle layer."
     if len(columns) > 1:
         caption += f" One color is one expert of {of} and the expert of another that matches best."
@@ -31,20 +33,24 @@ def first_passages(texts: Mapping[str, TextRouting], *, most: int = 3) -> Passag
 
 
 def _title(name: str, routing: TextRouting, base: TextRouting, of: str) -> str:
-    layer = len(routing.layers) // 2
+    layer = _middle(routing)
     title = f"{name}, layer {_number(routing, layer)}"
     if routing is base:
         return title
-    share, chance = agreement_in(base, routing, layer)
+    share, chance = agreement_in(base, routing, layer, _middle(base))
     return f"{title}: {100 * share:.0f}% as {of}, {100 * chance:.0f}% by chance"
 
 
-def _tokens(routing: TextRouting, base: TextRouting) -> list[tuple[str, str, str]]:
-    layer, experts = len(routing.layers) // 2, routing.contexts.shape[1]
-    most = max(experts, base.contexts.shape[1])
-    beside = routing is not base
-    place_of = colors_beside(base, routing, layer) if beside else np.arange(experts)
-    colors = expert_colors(most)
+def _middle(routing: TextRouting) -> int:
+    return len(routing.layers) // 2
+
+
+def _tokens(
+    routing: TextRouting, base: TextRouting, colors: Sequence[str]
+) -> list[tuple[str, str, str]]:
+    layer, place_of = _middle(routing), np.arange(routing.contexts.shape[1])
+    if routing is not base:
+        place_of = colors_beside(base, routing, layer, _middle(base))
     found: list[tuple[str, str, str]] = []
     for row, place in enumerate(routing.shown.tolist()):
         if found:

@@ -71,20 +71,28 @@ def agreement(base: TextRouting, other: TextRouting) -> tuple[float, float]:
     return float(share), float(chance)
 
 
-def agreement_in(base: TextRouting, other: TextRouting, layer: int) -> tuple[float, float]:
+def agreement_in(
+    base: TextRouting, other: TextRouting, layer: int, of: int | None = None
+) -> tuple[float, float]:
     """Share of tokens at partners of the best matching in a layer; the same by chance.
 
-    By chance: the second's tokens shuffled, which keeps loads alone, and matched again.
+    ``of``: the layer of ``base`` that is compared, the same one if None. By chance: the second's
+    tokens shuffled, which keeps loads alone, and matched again.
     """
     draw = np.random.default_rng(layer)
-    first, second = _pair(base, other, layer)
+    first, second = _pair(base, other, layer, of)
     shuffled = [matched(table(first, draw.permuted(second, axis=1))) for _ in range(_SHUFFLES)]
     return matched(table(first, second)), float(np.mean(shuffled))
 
 
-def colors_beside(base: TextRouting, other: TextRouting, layer: int) -> Int[np.ndarray, " N"]:
-    """Color of each expert of ``other``: its partner's number in ``base``, or one left over."""
-    first, second = _pair(base, other, layer)
+def colors_beside(
+    base: TextRouting, other: TextRouting, layer: int, of: int | None = None
+) -> Int[np.ndarray, " N"]:
+    """Color of each expert of ``other``: its partner's number in ``base``, or one left over.
+
+    ``of``: the layer of ``base``, the same one if None.
+    """
+    first, second = _pair(base, other, layer, of)
     experts = base.contexts.shape[1], other.contexts.shape[1]
     counts = np.zeros(experts)
     np.add.at(counts, (first, second), 1)
@@ -100,9 +108,11 @@ def same_tokens(one: TextRouting, other: TextRouting) -> bool:
     return alike and one.margin.shape[2] == other.margin.shape[2]
 
 
-def _pair(base: TextRouting, other: TextRouting, layer: int) -> tuple[np.ndarray, np.ndarray]:
+def _pair(
+    base: TextRouting, other: TextRouting, layer: int, of: int | None
+) -> tuple[np.ndarray, np.ndarray]:
     """First experts [1, T] of the shown tokens, a layer of each; a deeper model meets the last."""
-    first = _first(base, min(layer, len(base.layers) - 1))
+    first = _first(base, min(layer, len(base.layers) - 1) if of is None else of)
     return first[None], _first(other, layer)[None]
 
 

@@ -54,7 +54,8 @@ def swept_figure(rows: Sequence[Row], judged: JudgedValues) -> list[Any]:
     base = next(iter(judged.finite))
     if halves:
         figure.add_hline(y=means[base], line={"color": INK, "width": 1.5})
-    order = sorted({row.settings.get(field, "none") for row in rows}, key=_place)
+    values = [row.settings.get(field, "none") for row in rows]
+    order = sorted({str(value): value for value in values}.values(), key=_place)  # lists, too
     figure.update_xaxes(type="category", title_text=field_name(field))
     figure.update_xaxes(categoryorder="array", categoryarray=[str(value) for value in order])
     figure.update_xaxes(range=[-0.4, len(order) - 0.6])

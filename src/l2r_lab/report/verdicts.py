@@ -99,7 +99,7 @@ def _of_values(judged: JudgedValues) -> Verdict:
 
 def _unlike_budgets(arms: Mapping[str, Sequence[RunFolder]]) -> str:
     """Sentence on runs that saw different amounts, unless an arm's name says so; else nothing."""
-    if any(re.search(r"(steps|tokens|epochs)=", arm) for arm in arms):
+    if any(re.search(r"(steps|tokens|epochs)[= ]", arm) for arm in arms):
         return ""  # a sweep of the budget
     progress = [read_progress(run) for runs in arms.values() for run in runs]
     seen = sorted({p.seen for p in progress if p.seen is not None})

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from l2r.errors import InputError
 from l2r.functional import expert_counts
 from l2r.routers import Captured, Router
+from l2r.routers.observe import unwrapped_model
 from l2r.routers.selection_bias import update_selection_bias
 from l2r_lab.training.ranks import Ranks
 
@@ -18,7 +19,8 @@ class BiasBalance:
 
     def __init__(self, model: nn.Module, speed: float) -> None:
         self.speed = speed
-        routers = {n: m for n, m in model.named_modules() if isinstance(m, Router)}
+        inner = unwrapped_model(model)  # names are those of what ``capture`` records
+        routers = {n: m for n, m in inner.named_modules() if isinstance(m, Router)}
         self.routers = {n: m for n, m in routers.items() if m.selection.bias is not None}
         if not self.routers:
             raise InputError(

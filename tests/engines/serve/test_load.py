@@ -12,6 +12,7 @@ import pytest
 
 from l2r.engines.serve.options import ServeLimits
 from l2r.engines.serve.sequence import Sequence
+from l2r.hf.routes.recorder import RouterChoices
 from tests.engines.serve.conftest import CONTEXT, serving
 
 MODES = pytest.mark.parametrize("batching", [False, True], ids=["one_by_one", "batching"])
@@ -168,6 +169,25 @@ def test_a_batching_loop_that_died_is_started_again(folder, monkeypatch):
         assert client.complete().body["choices"] == first.body["choices"]
 
 
+@pytest.mark.parametrize("place", ["forward", "end"])
+def test_a_step_that_fails_while_experts_are_noted_leaves_no_hook(place, folder, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("planted")
+
+    with serving(folder, continuous_batching=True) as client:
+        first = client.complete(return_routed_experts=True)
+        last = client.worker._model.model.layers[-1]
+        with monkeypatch.context() as planted:
+            at = {"forward": (last, "forward"), "end": (RouterChoices, "experts")}[place]
+            planted.setattr(*at, broken)
+            assert client.complete(return_routed_experts=True).status == 503
+        until(lambda: client.ask("/health").status == 200)
+        for routed in (False, True):
+            found = client.complete(return_routed_experts=routed)
+            assert found.body["choices"][0]["text"] == first.body["choices"][0]["text"]
+        assert found.body["choices"] == first.body["choices"]
+
+
 def test_prompts_longer_than_the_cache_do_not_end_batching(folder):
     """In a cache of one block of 256 tokens, all of which a request may fill."""
     with serving(folder, continuous_batching=True, num_blocks=1) as client:
@@ -223,3 +243,13 @@ def test_a_stream_that_is_taken_goes_on_while_others_wait(folder, gate):
             events = connection.getresponse().read().count(b"data: ")
             assert other.result().status == 200
     assert events == CONTEXT - 10 + 1
+
+
+def test_the_echo_of_a_prompt_is_not_what_a_client_did_not_take():
+    """Its tokens are written at once, before the client can take one."""
+    worker = Mock(spec=OneByOne, _unread=20, _waiting=Mock(empty=lambda: False))
+    for echo, unread, failed in ((True, 120, False), (True, 121, True), (False, 21, True)):
+        sampling = Mock(echo=echo)
+        sequence = Mock(spec=Sequence, prompt=[1] * 100, sampling=sampling, unread=lambda n=unread: n)
+        OneByOne._look(worker, sequence)
+        assert sequence.fail.called == failed

@@ -71,6 +71,19 @@ def test_a_second_setting_is_a_line_of_its_own(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_list_and_the_budget_can_be_swept(tmp_path):
+    betas = [
+        seed_row({"optimizer.betas": b}, [made_run(tmp_path / str(b))]) for b in ([0.9], [0.8])
+    ]
+    page = write_sweep_page(betas, tmp_path / "betas.html", failed={}).read_text()
+    assert "One seed ranks nothing" in page and "[0.8]" in page
+    steps = [
+        seed_row({"training.steps": n}, [made_run(tmp_path / f"{n}", steps=n)]) for n in (60, 120)
+    ]
+    page = write_sweep_page(steps, tmp_path / "steps.html", failed={}).read_text()
+    assert "One seed ranks nothing" in page and "nothing is compared" not in page
+
+
 def test_nothing_stands_twice_and_accuracies_are_named_where_there_are_some(tmp_path):
     rows = swept(tmp_path, {2: 0.0, 4: -0.1})
     text = write_sweep_page(rows, tmp_path / "page.html", failed={}).read_text()

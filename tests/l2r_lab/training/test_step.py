@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from l2r.routers import Captured, Router, RouterOutput
+from l2r.routers import Captured, Router, RouterOutput, capture
 from l2r_lab.training import loop, monitor
 from l2r_lab.training import step as training_step
 from l2r_lab.training.bias_balance import BiasBalance
@@ -211,6 +211,18 @@ def test_biases_move_by_the_loads_of_all_ranks(start):
     balance.step(SimpleNamespace(sum=lambda load: load + theirs), torch.tensor(False))
     assert router.e_score_correction_bias[:3].tolist() == [-0.5, -0.5, 0.5]
     assert not balance.loads
+
+
+def test_biases_of_a_wrapped_model_are_moved_too(start):
+    """As DDP wraps it: a capture names routers by their place in the model inside."""
+    model = start(recipe="zoo/sigmoid").model
+    wrapped = nn.Sequential()
+    wrapped.module = model
+    balance = BiasBalance(wrapped, 0.5)
+    with torch.no_grad(), capture(model) as captured:
+        model(input_ids=torch.arange(16)[None])
+    balance.add(captured)
+    assert balance.loads.keys() == balance.routers.keys() != set()
 
 
 def test_constrained_parameters_return_after_every_step(start, monkeypatch):

@@ -190,7 +190,7 @@ def _check_products(x: Tensor) -> None:
     precision = backend.matmul.fp32_precision
     if precision in ("tf32", "bf16"):
         raise InputError(
-            f"torch multiplies float32 in {precision} here; no certificate is known. "
+            f"torch may multiply float32 in {precision} here; no certificate is known. "
             "torch.set_float32_matmul_precision('highest') turns that off"
         )
 

@@ -88,7 +88,8 @@ class Batching(Worker):
             ),
         )
         steps = LogitsProcessorList([_Steps(self._step, self._moved)])
-        manager.logit_processor = _Processors(steps, _Taken(self._model, self._sequences))
+        self._taken = _Taken(self._model, self._sequences)
+        manager.logit_processor = _Processors(steps, self._taken)
         manager.logit_processor.tensors_required = 1
         manager.warmup()  # makes the cache
         self._read_whole_prompts(manager.batch_processor.cache)
@@ -128,6 +129,7 @@ class Batching(Worker):
         self._drop_all("the worker had to be started again")
         try:
             self._manager.stop(block=True, timeout=5)
+            self._taken.close()
             self._manager = self._start()
         except Exception:  # no memory for the cache yet, say: /health shows it until a later turn
             log.exception("the worker could not be started again")
@@ -154,7 +156,7 @@ class _Taken:
 
     def begin(self, requests: list[Any]) -> None:
         """Start recording before the forward of a step of transformers' loop."""
-        self._stack.close()  # of a step that failed
+        self.close()  # of a step that failed
         self._choices, self._rows, row = None, [], 0
         for request in requests:
             rows = slice(row, row + request.query_length)
@@ -168,12 +170,18 @@ class _Taken:
 
     def end(self) -> None:
         """Stop recording after the forward."""
-        if self._choices is not None:
-            experts = self._choices.experts()
-            for routed, first, rows in self._rows:
-                routed.put(first, experts[rows])
+        try:
+            if self._choices is not None:
+                experts = self._choices.experts()
+                for routed, first, rows in self._rows:
+                    routed.put(first, experts[rows])
+        finally:
+            self.close()
+            self._choices, self._rows = None, []
+
+    def close(self) -> None:
+        """Leave no hook behind: the next loop records the same model."""
         self._stack.close()
-        self._choices, self._rows = None, []
 
 
 class _Processors(ContinuousBatchingLogitsProcessorList):

@@ -193,7 +193,9 @@ def timed_connection(limits: ServeLimits) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def _await_header(self) -> None:
-            """Wait for the end of a header, unless an answer is being made."""
+            """Wait for the end of a header, unless an answer is being made or waits to be taken."""
+            if self.flow.write_paused:
+                return
             if self.cycle is not None and not self.cycle.response_complete:
                 self._stop()
             elif self._timer is None:

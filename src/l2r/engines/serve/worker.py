@@ -118,7 +118,8 @@ class OneByOne(Worker):
     def _look(self, sequence: Sequence) -> None:
         """Note that a token came, and end an answer whose client keeps others waiting."""
         self._moved()
-        if sequence.unread() > self._unread and not self._waiting.empty():
+        echoed = len(sequence.prompt) if sequence.sampling.echo else 0  # written at once
+        if sequence.unread() > self._unread + echoed and not self._waiting.empty():
             sequence.fail(f"{sequence.unread()} tokens were not taken while others waited")
 
     @torch.inference_mode()

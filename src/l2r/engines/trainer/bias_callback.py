@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from l2r.engines.trainer.router_log import after_training, call_first
+from l2r.engines.trainer.router_log import after_training, call_first, model_of
 from l2r.hf.swap import BiasBalancing, bias_balancing
 
 
@@ -15,7 +15,7 @@ def add_bias_balancing(trainer: Trainer, speed: float = 0.001) -> "BiasCallback"
     micro-batches and all ranks. Its numbers go into every log line of training. Call it before
     ``trainer.train``, also before one that resumes: biases are those of the checkpoint then.
 
-    Raises ValueError as ``bias_balancing``.
+    Raises ValueError as ``bias_balancing``, and for a Trainer with ``model_init``.
     """
     callback = BiasCallback(trainer, speed)
     call_first(trainer, callback)
@@ -28,7 +28,7 @@ class BiasCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, speed: float) -> None:
         self._trainer = trainer
-        self.balancing: BiasBalancing = bias_balancing(trainer.model, speed)
+        self.balancing: BiasBalancing = bias_balancing(model_of(trainer), speed)
         self.balancing.stop()  # until training begins, with whatever wraps the model there
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -36,18 +36,19 @@ class RouterHooks:
     """The hooks of that callback."""
 
     def __init__(self, every: int) -> None:
-        self._every = every
+        self._every, self._batches = every, 0
         self._watch: RouterWatch | None = None
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         """Find the routers."""
-        self._watch = RouterWatch(pl_module)
+        self._watch, self._batches = RouterWatch(pl_module), 0
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: nn.Module, batch: Any, batch_idx: int
     ) -> None:
         """Watch a batch that will be logged."""
-        if self._watch is not None and (batch_idx + 1) % self._every == 0:
+        self._batches += 1  # batch_idx begins anew in every epoch
+        if self._watch is not None and self._batches % self._every == 0:
             self._watch.start()
 
     def on_train_batch_end(

@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from l2r.analysis.diagnostics import RouterStatistics, RouterWatch
@@ -56,6 +56,16 @@ def after_training(trainer: Trainer, stop: Callable[[], object]) -> None:
     trainer.train = training
 
 
+def model_of(trainer: Trainer) -> nn.Module:
+    """Return the model of a Trainer. Raises ValueError where each training makes another."""
+    if getattr(trainer, "model_init", None) is not None:
+        raise InputError(
+            "the Trainer must be given model=, not model_init: each train() would make a model "
+            "whose routers nobody watches"
+        )
+    return trainer.model  # type: ignore[no-any-return]
+
+
 def call_first(trainer: Trainer, callback: TrainerCallback) -> None:
     """Put a callback before the trackers', which then find its numbers in the log."""
     trainer.callback_handler.callbacks.insert(0, callback)
@@ -69,7 +79,7 @@ class RouterLog(TrainerCallback):
     every: int | None
 
     def __post_init__(self) -> None:
-        self._watch = RouterWatch(self.trainer.model)
+        self._watch = RouterWatch(model_of(self.trainer))
         self._statistics: RouterStatistics | None = None
         self._completions: Completions | None = None
         trainer: Any = self.trainer

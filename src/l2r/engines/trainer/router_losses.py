@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from l2r.engines.trainer.own_loss import OwnLossWeights
-from l2r.engines.trainer.router_log import after_training, call_first
+from l2r.engines.trainer.router_log import after_training, call_first, model_of
 from l2r.errors import InputError
 from l2r.files.shared_settings import BalanceScope, BalanceVariant, ZVariant
 from l2r.routers import Captured, Router, StepLoads, capture, constrain, router_losses, step_loads
@@ -82,7 +82,7 @@ class RouterLosses(TrainerCallback):
 
     def __post_init__(self) -> None:
         trainer: Any = self.trainer
-        self.model: nn.Module = trainer.model
+        self.model = model_of(trainer)
         self._own = OwnLossWeights(trainer, self.model)
         self._sums = torch.zeros(4)  # L_bal, L_z, L_margin, micro-batches
         self._captured: Captured | None = None
@@ -121,8 +121,9 @@ class RouterLosses(TrainerCallback):
             state.log_history[-1].update(losses)
 
     def stop(self) -> None:
-        """Forget the step that an exception ended."""
+        """Forget the step that an exception ended, and what no line of the log had yet."""
         self._captured, self._training, self._batches, self._loads = None, False, [], None
+        self._sums = torch.zeros(4)
 
     def _compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Compute the trainer's loss, the model's balance loss off and its routers captured."""

@@ -61,7 +61,6 @@ class BiasBalancing:
             )
         for path, bias in self.biases.items():
             _lift(path, bias)
-        self._loads = self._none()
         self._last: StepLoads | None = None
         self._open = ExitStack()
         self.start(model)
@@ -74,6 +73,7 @@ class BiasBalancing:
     def start(self, model: nn.Module) -> None:
         """Count from here on, in another wrapper of the same model too."""
         self._open.close()
+        self._loads = self._none()  # without a step that an exception ended
         self._open.enter_context(observed(model, self._see))
         _RUNNING.add(self._model)
 

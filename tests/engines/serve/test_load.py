@@ -7,11 +7,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 
 from l2r.engines.serve.options import ServeLimits
 from l2r.engines.serve.sequence import Sequence
+from l2r.engines.serve.worker import OneByOne
 from l2r.hf.routes.recorder import RouterChoices
 from tests.engines.serve.conftest import CONTEXT, serving
 
@@ -250,6 +252,8 @@ def test_the_echo_of_a_prompt_is_not_what_a_client_did_not_take():
     worker = Mock(spec=OneByOne, _unread=20, _waiting=Mock(empty=lambda: False))
     for echo, unread, failed in ((True, 120, False), (True, 121, True), (False, 21, True)):
         sampling = Mock(echo=echo)
-        sequence = Mock(spec=Sequence, prompt=[1] * 100, sampling=sampling, unread=lambda n=unread: n)
+        sequence = Mock(
+            spec=Sequence, prompt=[1] * 100, sampling=sampling, unread=lambda n=unread: n
+        )
         OneByOne._look(worker, sequence)
         assert sequence.fail.called == failed

@@ -29,7 +29,8 @@ def add_router_statistics(trainer: Trainer, *, every: int | None = None) -> "Rou
     are those of the tokens that the step trains on: with a label and no padding, completions in
     TRL's DPO and GRPO, without what a trainer generates. Only steps that are logged cost anything.
 
-    Raises ValueError for a model without a supported router, and for ``every`` below 1.
+    Raises ValueError for a model without a supported router, for a Trainer with ``model_init``, and
+    for ``every`` below 1.
     """
     if every is not None and every < 1:
         raise InputError(f"every must be >= 1; got every={every}")

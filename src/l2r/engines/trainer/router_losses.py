@@ -54,7 +54,8 @@ def add_router_losses(
     the task loss alone. The balance loss that the model or TRL adds by itself is off meanwhile;
     ``keep_own_loss`` leaves it.
 
-    Raises ValueError for a model without a supported router and for settings that mean nothing.
+    Raises ValueError for a model without a supported router, for a Trainer with ``model_init``, and
+    for settings that mean nothing.
     While training, ValueError when the weights would have no effect: no router output was
     recorded, it carries no gradient, or the trainer never comes to ``accelerator.backward``.
     """

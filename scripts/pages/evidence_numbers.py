@@ -284,6 +284,8 @@ def _of_flips() -> Iterator[Claim]:
         "the mean CE changes by {:.4f} nats at most, and no end of an interval lies beyond {:.4f}",
         largest,
     )
+    rise = ends(values("tokens-256", "l2r-4m", "bf16_ce_change"))
+    yield Claim("L2R's in bf16 rises by {:.5f} [{:.5f}, {:.5f}]", rise)
     cells = "{:.1f}, {:.1f} | {:+.1f}, {:+.1f} | {:.1f}, {:.1f} | {:.0f}, {:.0f}"
     for name in ARITHMETICS:
         found = [long_runs(f"{name}_{m}") for m in ("flips", "ce_change", "kl", "kl_replay_share")]

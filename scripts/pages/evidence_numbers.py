@@ -126,9 +126,9 @@ def tuned_pool() -> list[float]:
     return [gap for study in studies for gap in gaps(study, *BEST)]
 
 
-def late_gap(study: str, part: int, parts: int = 4) -> list[float]:
+def late_gap(study: str, part: int, parts: int = 4, arms: Sequence[str] = PLAIN) -> list[float]:
     """Gap of L2R to linear in training CE over a part of the runs, by seed."""
-    by_arm = [runs(study)[arm] for arm in PLAIN]
+    by_arm = [runs(study)[arm] for arm in arms]
     found = []
     for seed in sorted(set(by_arm[0]) & set(by_arm[1])):
         pair = (by_arm[0][seed].curve, by_arm[1][seed].curve)
@@ -260,6 +260,12 @@ def _of_losses() -> Iterator[Claim]:
     yield Claim("and {:+.3f} [{:+.3f}, {:+.3f}] after 4.10M", ends(long))
     change = [b - a for a, b in zip(short, long, strict=True)]
     yield Claim("a change of {:+.3f} [{:+.3f}, {:+.3f}]", ends(change))
+    arms = [f"{arm}-4m" for arm in PLAIN]
+    parts = [late_gap("tokens-256", part, arms=arms) for part in range(4)]
+    yield Claim(
+        "By quarters of the runs it is {:+.3f}, {:+.3f}, {:+.3f} and {:+.3f} in training CE",
+        tuple(map(fmean, parts)),
+    )
     late = ends(tokens_256("4m", "train_ce_late_change"))
     yield Claim("it still grows by {:.3f} [{:.3f}, {:.3f}] from the third", late)
     quarters = (late_gap("rank-8-of-256", 1), late_gap("rank-8-of-256", 3))
@@ -315,7 +321,7 @@ def _of_rivals() -> Iterator[Claim]:
     yield Claim("lowered linear's loss by {:.3f} nats and X-MoE's by {:.3f}", gains)
     wide, narrow = gaps("ranked-1024", "l2r", "xmoe"), gaps("decision", "l2r-best", "xmoe-best")
     yield Claim("{:.3f} nats below L2R [{:.3f}, {:.3f}]", ends(wide))
-    yield Claim("with 16 it is {:.3f} below [{:.3f}, {:.3f}]", ends(narrow))
+    yield Claim("with 16 experts it is {:.3f} below [{:.3f}, {:.3f}]", ends(narrow))
     plain = fmean(gaps("rank-8-of-256", "low-rank", "linear"))
     yield Claim("Two plain matrices of rank 8 are {:.3f} nats behind linear", (plain,))
     keys = gaps("rivals-256", "product-keys-16", "linear")

@@ -183,11 +183,11 @@ def _open(
     from l2r.hf.checkpoints import (
         CheckpointCopy,
         checkpoint_folder,
+        kept_files,
         load_model,
         load_tokenizer,
         save_model,
     )
-    from l2r.hf.checkpoints.folders import kept_files
     from l2r.hf.models import check_parts, check_whole, check_whole_weights
     from l2r.hf.swap import select_sites
 

@@ -247,7 +247,8 @@ def _in_dtype(made: nn.Module, dtype: torch.dtype, *, nudged: bool = False) -> I
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Full float32 products inside the block; they and the random state are as before after it."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    libraries: Any = (torch.backends.cuda, torch.backends.mkldnn)
+    backends = [library.matmul for library in libraries]
     before = [backend.fp32_precision for backend in backends]
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         try:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from l2r.hf.checkpoints.folders import checkpoint_folder as checkpoint_folder
     from l2r.hf.checkpoints.folders import files_left_out as files_left_out
     from l2r.hf.checkpoints.folders import is_image_classifier as is_image_classifier
+    from l2r.hf.checkpoints.folders import kept_files as kept_files
     from l2r.hf.checkpoints.folders import local_checkpoint as local_checkpoint
     from l2r.hf.checkpoints.foreign_tokenizer import open_tokenizer as open_tokenizer
     from l2r.hf.checkpoints.foreign_tokenizer import token_ids as token_ids

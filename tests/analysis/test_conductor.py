@@ -112,7 +112,7 @@ def test_a_checkpoint_is_opened_diagnosed_and_saved_with_its_progress(tmp_path):
     ("sizes", "message"),
     [
         ({"instances": 0}, "instances must be >= 1; got 0"),
-        ({"length": 0}, "length must be >= 1; got 0"),
+        ({"length": 0}, "length must be >= 2; got 0"),
     ],
 )
 def test_sizes_are_checked_before_anything_is_loaded(sizes, message):

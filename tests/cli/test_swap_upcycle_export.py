@@ -351,7 +351,7 @@ def test_a_bf16_checkpoint_is_exported_evaluated_and_diagnosed(
         assert value.dtype == (torch.float32 if ".gate." in name else torch.bfloat16), name
     assert json.loads((tmp_path / "alone" / "config.json").read_text())["dtype"] == "bfloat16"
     scored = ("--tasks", "piqa", "--limit", 2, "--dtype", "bfloat16", "--json")
-    code, text, err = l2r("eval", tmp_path / "bf16", *scored)
+    code, text, err = l2r("eval", tmp_path / "bf16", *scored, "--out", tmp_path / "scores")
     assert code == 0 and 0 <= json.loads(text)[0]["PIQA"] <= 100, err
     sizes = ("--instances", 2, "--length", 16, "--certify", 0, "--sample", 16)
     data = ("--data", text_folder, "--out", tmp_path / "diagnosis")

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from l2r.files.shared_settings import BalanceVariant, ZVariant
-from l2r.functional.selection import first_choice, routing_probs
+from l2r.functional.selection import largest_logit, routing_probs
 
 _VARIANCE_EPS = 1e-6  # added: at equal scores the gradient of the root of the variance is NaN
 
@@ -102,8 +102,7 @@ def load_balancing_loss(
             f"got {len(layers)} and {len(chosen)}"
         )
     if variant == "tutel":
-        pairs = zip(layers, chosen, strict=True)
-        chosen = [first_choice(z.gather(1, k), k).unsqueeze(1) for z, k in pairs]
+        chosen = list(map(largest_logit, layers, chosen))
     if mask is not None:
         mask = _flat_mask(mask, layers[0].shape[0])
     top_k, num_experts = chosen[0].shape[1], layers[0].shape[1]

@@ -56,6 +56,11 @@ def first_choice(scores: Float[Tensor, "T K"], indices: Int[Tensor, "T K"]) -> I
     return indices.gather(1, scores.argmax(dim=1, keepdim=True)).flatten()
 
 
+def largest_logit(logits: Float[Tensor, "T N"], indices: Int[Tensor, "T K"]) -> Int[Tensor, "T 1"]:
+    """Expert with the largest logit among the k of every token."""
+    return first_choice(logits.gather(1, indices), indices).unsqueeze(1)
+
+
 def expert_weights(
     probs: Float[Tensor, "T N"],
     indices: Int[Tensor, "T K"],

@@ -23,7 +23,7 @@ from l2r.functional import (
     sequence_balance_loss,
 )
 from l2r.functional.losses import mean_over_layers
-from l2r.functional.selection import first_choice
+from l2r.functional.selection import largest_logit
 from l2r.routers.base import RouterOutput
 from l2r.routers.capture import Captured, RouterSite, observed
 from l2r.routers.model_calls import ModelCall
@@ -59,7 +59,7 @@ class StepLoads:
         mask = call.real(len(output.logits))
         indices = output.indices
         if self.first_choice:
-            indices = first_choice(output.logits.gather(1, indices), indices).unsqueeze(1)
+            indices = largest_logit(output.logits, indices)
         counts = expert_counts(indices, output.logits.shape[1], mask=mask)
         count = indices.new_tensor(len(indices)) if mask is None else mask.sum().to(counts.device)
         known = site.path in self.counts

@@ -13,7 +13,7 @@ from l2r.functional import (
     router_margin_loss,
     router_z_loss,
 )
-from l2r.functional.selection import first_choice
+from l2r.functional.selection import largest_logit
 from l2r.routers import Captured
 from l2r.stats.entropy import normalized_entropy
 from l2r_lab.training.recipes import LossSection
@@ -77,9 +77,7 @@ def layer_usage(
     if section.balance_variant != "tutel":
         return [load for calls in loads.values() for load in calls]
     pairs = zip(captured.logits(), captured.indices(), strict=True)
-    return [
-        expert_usage(first_choice(z.gather(1, i), i).unsqueeze(1), z.shape[1]) for z, i in pairs
-    ]
+    return [expert_usage(largest_logit(z, i), z.shape[1]) for z, i in pairs]
 
 
 def routing_summary(loads: Loads) -> dict[str, list[float] | list[int]]:

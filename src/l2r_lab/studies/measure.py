@@ -74,8 +74,9 @@ def measure(run: RunFolder, recipe: AnyRecipe, sample: int) -> tuple[Measures, M
     device = torch.device(pick_device("auto"))
     torch.manual_seed(recipe.seed)  # as training did before it built the model
     model = task.build_model().to(device)
-    losses = {**_validated(task.validate(model, device)), **_first_step(model, task, recipe)}
-    untrained = {**losses, **_routing(model, task, recipe, sample)}
+    losses = _validated(task.validate(model, device))
+    routing = _routing(model, task, recipe, sample)
+    untrained = {**losses, **_first_step(model, task, recipe), **routing}
     losses = {**final_losses(run), **_validated(run.read_metrics("validation")[-1])}
     model = load_final(run.path, recipe)[0].to(device)
     trained = {**losses, **late_losses(run), **_routing(model, task, recipe, sample)}
@@ -124,7 +125,10 @@ def _relative_robustness(records: Sequence[LayerRecord]) -> Measures:
 
 @torch.no_grad()
 def _first_step(model: nn.Module, task: Any, recipe: AnyRecipe) -> Measures:
-    """Training loss and balance loss of the first micro-batch, before it taught anything."""
+    """Training loss and balance loss of the first micro-batch, before it taught anything.
+
+    The forward pass of a training step: it moves the running statistics of a BatchNorm.
+    """
     batch = task.micro_batches(0, Ranks(0, 1, _device(model)))[0]
     with capture(model) as captured:
         loss = float(task.loss(model, batch))

@@ -31,6 +31,7 @@ from l2r.hf.models import check_finite
 from l2r_lab.training.ranks import Ranks
 
 _MODEL = "model."
+_RANDOM = "random."
 
 
 def save_checkpoint(
@@ -108,15 +109,15 @@ def load_checkpoint(
 ) -> int:
     """Fill model, optimizer, ``extra`` and random state from ``folder``; return its step.
 
-    Random states return only where the number of ranks is that of the saved run; nothing else
-    depends on it. Raises ValueError for a damaged checkpoint or one of another model.
+    Random states return only where the number of ranks is that of the saved run, and a GPU's only
+    where the saved run had one; nothing else depends on either. Raises ValueError for a damaged checkpoint or one of another model.
     """
     step, world = _verified(folder, ranks)
     tensors = {**_tensors(model, optimizer), **(extra or {})}
     random = _random_state(ranks) if world == ranks.world else {}
     state = {**tensors, **random}
-    _read(folder, state, ranks)
-    _restore_random_state({name: state[name] for name in random}, ranks)
+    read = _read(folder, state, ranks)
+    _restore_random_state({name: state[name] for name in random.keys() & read}, ranks)
     return step
 
 
@@ -144,13 +145,17 @@ def _verified(folder: Path, ranks: Ranks) -> tuple[int, int]:
     return step, world
 
 
-def _read(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
-    """Fill the tensors of ``state`` from the shards."""
+def _read(folder: Path, state: dict[str, Any], ranks: Ranks) -> set[str]:
+    """Fill the tensors of ``state`` from the shards; return the names of those that were filled.
+
+    Only random states may be missing: a run on a CPU saved none of a GPU.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             reader = HuggingFaceStorageReader(path=str(folder))
             saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+            state = {n: v for n, v in state.items() if n in saved or not n.startswith(_RANDOM)}
             left = sorted(name for name in saved.keys() - state.keys() if name.startswith(_MODEL))
             if left:
                 raise InputError(f"the model has no place for {', '.join(left[:3])}")
@@ -168,6 +173,7 @@ def _read(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
         if not blames_input(error):
             raise
         raise InputError(f"checkpoint {folder} cannot be loaded: {_cause(error)}") from error
+    return set(state)
 
 
 def _is_other(value: Tensor, saved: Any) -> bool:
@@ -189,18 +195,18 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 
 def _random_state(ranks: Ranks) -> dict[str, Tensor]:
-    state = {f"random.{ranks.rank}.cpu": torch.get_rng_state()}
+    state = {f"{_RANDOM}{ranks.rank}.cpu": torch.get_rng_state()}
     if ranks.device.type == "cuda":
-        state[f"random.{ranks.rank}.cuda"] = torch.cuda.get_rng_state(ranks.device)
+        state[f"{_RANDOM}{ranks.rank}.cuda"] = torch.cuda.get_rng_state(ranks.device)
     return state
 
 
 def _restore_random_state(state: dict[str, Any], ranks: Ranks) -> None:
-    if not state:
-        return
-    torch.set_rng_state(state[f"random.{ranks.rank}.cpu"])
-    if ranks.device.type == "cuda":
-        torch.cuda.set_rng_state(state[f"random.{ranks.rank}.cuda"], ranks.device)
+    for name, value in state.items():
+        if name.endswith(".cpu"):
+            torch.set_rng_state(value)
+        else:
+            torch.cuda.set_rng_state(value, ranks.device)
 
 
 def _checksum(path: Path) -> int:

@@ -117,7 +117,7 @@ class VisionTask:
             "top1": accuracy.top1,
             "top5": accuracy.top5,
             "evaluated": accuracy.images,
-            "skipped": len(self.skipped),
+            "skipped": len(accuracy.skipped),
         }
 
     def downstream(self, model: nn.Module) -> dict[str, float]:

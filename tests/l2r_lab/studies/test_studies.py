@@ -24,14 +24,14 @@ from l2r_lab.report.evidence_figures import curves_with_bands, effect_plot
 from l2r_lab.report.evidence_scales import size_plot
 from l2r_lab.report.screen_effects import effects_by_screen
 from l2r_lab.report.study_verdict import of_study
-from l2r_lab.studies import judging, registration
+from l2r_lab.studies import judging, measure, registration
 from l2r_lab.studies import train_cells as running
 from l2r_lab.studies.judging import StudyPlaces, judge_plan, results_of, seeds_that_fit, study_of
 from l2r_lab.studies.plan_runs import _curve, run_share
 from l2r_lab.studies.registration import RegisteredPlan, read_plan
 from l2r_lab.studies.running import Ended, run_processes
 from l2r_lab.studies.study_plan import StudyPlan
-from l2r_lab.training import loop
+from l2r_lab.training import build_task, loop
 from tests.l2r_lab.studies.studies import SMALL, made_up
 
 SCREEN = {
@@ -762,6 +762,12 @@ def test_images_are_measured_by_the_same_names(tmp_path):
     (result,) = results_of(plan, cells, places)
     assert set(result.trained) == set(result.untrained) == {*MEASURES, "top1"}
     assert result.facts["units"] == 32 and 0 <= result.trained["top1"] <= 1
+    # Routing before the first step is that of a model which no forward pass of training has
+    # touched: such a pass moves the statistics of BatchNorm.
+    task = build_task(cells[0].recipe, print)
+    torch.manual_seed(cells[0].recipe.seed)
+    fresh = measure._routing(task.build_model(), task, cells[0].recipe, 32)
+    assert {name: result.untrained[name] for name in fresh} == pytest.approx(fresh, rel=1e-4)
 
 
 def test_a_study_that_was_ended_says_why_and_runs_no_more(tmp_path, monkeypatch, l2r):

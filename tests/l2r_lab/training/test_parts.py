@@ -157,6 +157,24 @@ def test_a_checkpoint_brings_back_the_random_state(tmp_path):
     assert torch.equal(torch.rand(4), expected)
 
 
+def test_a_run_that_began_on_a_cpu_resumes_on_a_gpu_and_back(tmp_path, monkeypatch):
+    """torch.cuda's two functions are stood in for; no tensor lies on a GPU."""
+    model = Layers()
+    optimizer = build_optimizer(model, OptimizerSection())
+    cpu, gpu = (Ranks(0, 1, torch.device(name)) for name in ("cpu", "cuda"))
+    drawn, restored = torch.arange(16, dtype=torch.uint8), []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: drawn.clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda value, device: restored.append(value))
+    for saved, loaded, gpus in ((cpu, gpu, 0), (gpu, cpu, 0), (gpu, gpu, 1)):
+        torch.manual_seed(5)
+        folder = save_checkpoint(RunFolder(tmp_path), 1, model, optimizer, saved, keep=1)
+        expected = torch.rand(4)
+        torch.manual_seed(6)
+        assert load_checkpoint(folder, model, optimizer, loaded) == 1
+        assert torch.equal(torch.rand(4), expected) and len(restored) == gpus
+    assert torch.equal(restored[0], drawn)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -44,7 +44,7 @@ def register() -> None:
     after_import("transformers.models.auto.configuration_auto", _extend)
     after_import("transformers.trainer", _load_whole)
     after_import("transformers.trainer", _keep_dtypes)
-    after_import("transformers.modeling_utils", _check_given_config)
+    after_import("transformers.modeling_utils", _watch_opening)
     after_import("peft.auto", _allow)
 
 
@@ -54,10 +54,11 @@ def _extend(module: Any) -> None:
         mapping._extra_content = _Types(mapping._extra_content, mapping._mapping.__contains__)
 
 
-def _check_given_config(module: Any) -> None:
+def _watch_opening(module: Any) -> None:
     """Refuse a configuration object that builds other routers than a folder of ours holds.
 
-    transformers then does not read the folder's config.json, and draws what is missing.
+    transformers then does not read the folder's config.json, and draws what is missing. A model
+    that opens keeps where it was, for the losses of a save.
     """
     usual = module.PreTrainedModel.from_pretrained.__func__
 
@@ -70,9 +71,15 @@ def _check_given_config(module: Any) -> None:
         **options: Any,
     ) -> Any:
         path = pretrained_model_name_or_path
-        if config is not None and path is not None and options.get("state_dict") is None:
-            import_module(_OPENING).check_given_config(path, config, options)
-        return usual(cls, path, *args, config=config, **options)
+        if path is None:
+            return usual(cls, path, *args, config=config, **options)
+        opening = import_module(_OPENING)
+        if config is not None and options.get("state_dict") is None:
+            opening.check_given_config(path, config, options)
+        source = opening.source_of(path, options)
+        opened = usual(cls, path, *args, config=config, **options)
+        opening.note_source(opened, source)
+        return opened
 
     checked: Any = from_pretrained
     module.PreTrainedModel.from_pretrained = classmethod(checked)

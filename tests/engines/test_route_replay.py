@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from l2r import record, replay
 from l2r.analysis.routes.arithmetic import in_other_arithmetic
@@ -74,7 +75,12 @@ def shuffled(batch):
     return {name: value[order][:2] for name, value in batch.items()}
 
 
-@pytest.mark.parametrize("make", [ours, stock])
+def adapted():
+    """PEFT's model, which generates with the model inside of it."""
+    return get_peft_model(stock(), LoraConfig(target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize("make", [ours, stock, adapted])
 @pytest.mark.parametrize("sampler", [None, "bf16"])
 def test_the_loss_takes_the_sampled_experts_row_by_row(make, sampler):
     trainer = FakeTrainer(close(make()), prompts())

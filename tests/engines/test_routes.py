@@ -52,6 +52,37 @@ def test_a_call_that_failed_is_not_recorded(layers):
     assert not model._forward_hooks and not model._forward_pre_hooks
 
 
+class Packed(Model):
+    """Takes what the models of the engines take."""
+
+    def forward(self, ids, positions=None, **told):
+        super().forward(ids)
+
+
+STARTS_AGAIN, PADDED = torch.tensor([[0, 1, 0, 1, 2, 3]]), torch.tensor([[0, 0, 0, 1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ((STARTS_AGAIN,), {}),
+        ((), {"positions": STARTS_AGAIN}),
+        ((), {"position_ids": STARTS_AGAIN}),
+        ((), {"doc_lens": torch.tensor([[2, 4]])}),
+        ((), {"packed_seq_params": object()}),
+    ],
+)
+def test_rows_of_several_documents_are_refused_and_padding_is_none(args, told):
+    """Their routes are sequences, which a row would give to its first tokens alone."""
+    model, ids = Packed(), torch.arange(6)[None]
+    router_hooks = {n: m.hook() for n, m in enumerate(model.layers)}
+    with recording(model, router_hooks, SIZES) as recorder:
+        with pytest.raises(ValueError, match="each row of a call must be one sequence"):
+            model(ids, *args, **told)
+        model(ids, PADDED, labels=STARTS_AGAIN, doc_lens=None)
+    assert recorder.routes().lengths.tolist() == [6]
+
+
 @pytest.mark.parametrize("layers", [0, 1, 2])
 def test_a_call_that_failed_leaves_its_routes_to_the_next(layers):
     model, ids = Model(), torch.arange(6).view(2, 3)

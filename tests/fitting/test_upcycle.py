@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import nn
 
 from l2r import L2RConfig, LinearConfig, Router, capture
@@ -193,6 +194,16 @@ def test_joint_training_of_codes_is_refused_before_the_fit(trained):
     model.model.norm.codes = torch.nn.Parameter(codes, requires_grad=False)
     given = (model, CONFIG, batches(1, seed=1), batches(1, seed=2))
     with pytest.raises(ValueError, match=r"model\.norm\.codes is torch\.uint8: dequantize"):
+        upcycle(*given, joint=JointOptions(steps=1), report=lambda *line: said.append(line))
+    assert not said and not any(isinstance(m, Router) for m in model.modules())
+
+
+def test_joint_training_of_offloaded_weights_is_refused_before_the_fit(trained):
+    """accelerate puts other parameters in their place at each call, which no optimizer has."""
+    model, said = copy.deepcopy(trained), []
+    cpu_offload(model, execution_device="cpu")
+    given = (model, CONFIG, batches(1, seed=1), batches(1, seed=2))
+    with pytest.raises(ValueError, match=r"must be in memory; .* is offloaded"):
         upcycle(*given, joint=JointOptions(steps=1), report=lambda *line: said.append(line))
     assert not said and not any(isinstance(m, Router) for m in model.modules())
 

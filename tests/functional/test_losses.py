@@ -48,6 +48,24 @@ def test_the_first_choice_is_that_of_the_largest_logit_in_any_order_of_the_k():
     assert one == other
 
 
+def test_layers_may_differ_in_experts_and_k():
+    """The mean of each layer's own loss; pooled layers must have as many experts."""
+    layers = [layer(0, experts=8, top_k=2), layer(1, experts=16, top_k=4), layer(2, top_k=1)]
+    logits, indices = map(list, zip(*layers, strict=True))
+    chosen = [k.shape[1] for k in indices]
+    for one in (partial(load_balancing_loss, variant=v) for v in ("paper", "olmoe", "tutel")):
+        each = [one(*own) for own in layers]
+        torch.testing.assert_close(one(logits, indices), sum(each) / 3)
+    each = [router_z_loss(z, variant="olmoe", top_k=k) for z, k in zip(logits, chosen, strict=True)]
+    torch.testing.assert_close(router_z_loss(logits, variant="olmoe", top_k=chosen), sum(each) / 3)
+    each = [router_margin_loss(z, top_k=k) for z, k in zip(logits, chosen, strict=True)]
+    torch.testing.assert_close(router_margin_loss(logits, top_k=chosen), sum(each) / 3)
+    with pytest.raises(ValueError, match=r"one number of experts; got \[6, 8, 16\]"):
+        load_balancing_loss(logits, indices, variant="hf")
+    with pytest.raises(ValueError, match="top_k must be one per layer; got 2 for 3"):
+        router_margin_loss(logits, top_k=[1, 2])
+
+
 def test_layers_may_lie_on_several_devices():
     """As device_map places them; the result is on the first one's."""
     (first, first_k), (second, second_k) = layer(0), layer(1)
@@ -311,5 +329,5 @@ def test_dead_experts_and_the_peak_are_of_counts_and_shares_alike():
     assert counts.tolist() == [3, 0, 2, 1, 0]
     for load in (counts, counts.double(), counts.double() / 3):
         assert dead_experts(load) == 2
-    assert peak_load(counts.double()) == 3 / (6 / 5) == peak_load(counts.double() / 3)
+    assert peak_load(counts) == 3 / (6 / 5) == peak_load(counts.double() / 3)
     assert peak_load(torch.ones(4)) == 1 and dead_experts(torch.ones(4)) == 0

@@ -268,6 +268,9 @@ CASES = {
     "a manifest of 10^12 tokens": Case(
         MANIFEST, changed(files__0__tokens=10**12), TRAIN, "must have 2000000000000 bytes"
     ),
+    "held-out tokens of another tokenizer": Case(
+        "held/manifest.json", changed(tokenizer__name="u"), TRAIN, "must be of one tokenizer"
+    ),
     "a manifest of -1 tokens": Case(MANIFEST, changed(files__0__tokens=-1), TRAIN, NOT_MANIFEST),
     "a manifest with a vocabulary of 10^12": Case(
         MANIFEST, changed(tokenizer__vocab_size=10**12), TRAIN, NOT_MANIFEST

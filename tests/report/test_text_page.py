@@ -84,6 +84,7 @@ def test_tokens_have_their_experts_colors_and_the_slider_moves_through_layers(pa
     assert page.locator("#layer-number").inner_text() == "1 (2 of 3)"  # of block 1
     page.keyboard.press("End")  # the first checkpoint has no third layer and stays at its last
     assert (firsts(page), firsts(page, 1)) == (first_of(ONE, 1), first_of(TWO, 2))
+    assert page.locator("#layer-number").inner_text() == "2 (3 of 3)"  # as the deeper model says
 
 
 def test_a_sentence_is_shown_once_per_layer_in_matched_colors(open_tab, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import l2r
-from l2r import capture
+from l2r import build_router, capture
 from l2r.engines.trainer.own_loss import OwnLossWeights
 from l2r.functional import sequence_balance_loss
 from l2r.hf.swap.families import FAMILIES
@@ -36,12 +36,16 @@ def balance_by_hand(logits, indices, keep):
     return float(z.shape[1] * (counts / len(z) * z.softmax(-1).mean(0)).sum())
 
 
-def sequence_by_hand(logits, indices, gate, documents):
-    """DeepSeek-V3's Eq. 17 to 20, document by document; ``documents``: lists of token numbers."""
+def sequence_by_hand(logits, k, gate, documents):
+    """DeepSeek-V3's Eq. 17 to 20, document by document; ``documents``: lists of token numbers.
+
+    Those of the k largest affinities count, whatever a bias or groups choose.
+    """
     z, found = logits.detach().double(), []
     scores = GATES[gate](z)
     affinities = scores / scores.sum(-1, keepdim=True)
-    experts, k = z.shape[1], indices.shape[1]
+    experts = z.shape[1]
+    indices = z.sort(-1, descending=True, stable=True).indices[:, :k]
     for tokens in documents:
         counts = torch.bincount(indices[tokens].flatten(), minlength=experts).double()
         f = experts / (k * len(tokens)) * counts
@@ -64,7 +68,7 @@ def test_losses_of_every_family_are_the_equations_and_train_its_routers(name, dt
         "balance": [balance_by_hand(o.logits, o.indices, keep) for _, o in calls],
         "z": [float(o.logits.double()[keep].logsumexp(-1).square().mean()) for _, o in calls],
         "sequence": [
-            sequence_by_hand(o.logits, o.indices, s.selection.gate, rows) for s, o in calls
+            sequence_by_hand(o.logits, o.indices.shape[1], s.selection.gate, rows) for s, o in calls
         ],
     }
     found = router_losses(captured, balance=0.5, z=0.25)
@@ -149,7 +153,7 @@ def test_packed_documents_are_told_apart(told):
         model(**arguments, use_cache=False)
     found = router_losses(captured, balance=1, balance_scope="sequence")
     ((output,),) = captured.outputs.values()
-    wanted = sequence_by_hand(output.logits, output.indices, "sigmoid", documents)
+    wanted = sequence_by_hand(output.logits, output.indices.shape[1], "sigmoid", documents)
     assert float(found.balance) == pytest.approx(wanted, rel=1e-5)
 
 
@@ -337,3 +341,47 @@ def test_a_step_over_two_ranks_is_that_of_one_batch(tmp_path):
     for key, gradient in gradients(model).items():
         near = 64 * torch.finfo(torch.float32).eps * max(1e-3, float(gradient.abs().max()))
         torch.testing.assert_close((one[key] + two[key]) / 2, gradient, rtol=0, atol=near)
+
+
+def test_the_sequence_loss_counts_the_largest_affinities_not_what_a_bias_chose():
+    """DeepSeek-V3's Eq. 18: a bias that evens the load must not hide uneven affinities."""
+    model, ids = tiny_model(FAMILIES["deepseek_v3"]), sample_tokens()[:1]
+    (site,) = running_sites(model)
+    with torch.no_grad():
+        site.router.e_score_correction_bias.copy_(torch.linspace(0, 5, 8))
+    with torch.no_grad(), capture(model) as captured:
+        model(ids, use_cache=False, attention_mask=torch.ones_like(ids))
+    ((output,),) = captured.outputs.values()
+    k = output.indices.shape[1]
+    assert not torch.equal(
+        output.indices.sort().values, output.logits.topk(k).indices.sort().values
+    )
+    found = router_losses(captured, balance=1, balance_scope="sequence")
+    wanted = sequence_by_hand(output.logits, k, "sigmoid", [list(range(ids.shape[1]))])
+    assert float(found.balance) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_layers_of_different_experts_and_k_have_the_mean_of_their_losses(order):
+    sizes = [(8, 2), (16, 4)][::order]
+    model = nn.Sequential(
+        *(build_router("linear", hidden_size=8, num_experts=n, top_k=k) for n, k in sizes)
+    )
+    x = torch.randn(20, 8)
+    with capture(model) as captured:
+        outputs = [router(x) for router in model]
+    found = router_losses(captured, balance=1, z=1, margin=1, z_variant="olmoe")
+    for name, each in (
+        ("balance", [balance_by_hand(o.logits, o.indices, slice(None)) for o in outputs]),
+        ("z", [float(o.logits.logsumexp(-1).square().mean()) / o.indices.shape[1]
+               for o in outputs]),
+    ):  # fmt: skip
+        assert float(getattr(found, name)) == pytest.approx(sum(each) / 2, rel=1e-5)
+
+
+def test_a_configuration_that_is_a_dict_holds_no_other():
+    """As of a module of one's own; ``vars`` of it is a TypeError."""
+    model = nn.Linear(2, 2)
+    model.config = {"hidden": 64}
+    with OwnLossWeights(object(), model).off():
+        assert model.config == {"hidden": 64}

@@ -1,6 +1,7 @@
 """Which files of a domain are held out: a property of their text, under every cut."""
 
 import hashlib
+import os
 import tracemalloc
 
 import pytest
@@ -150,3 +151,11 @@ def test_the_split_is_that_of_all_texts_at_once(made, cut):
     else:
         with pytest.raises(ValueError, match="at least two different texts"):
             split_files(iter(files), cut)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_name_need_not_be_utf_8(version):
+    """Python reads such a byte of a file's name as a lone surrogate."""
+    files = [(os.fsdecode(b"caf\xe9-%d.txt" % n), f"text {n} " * 9) for n in range(12)]
+    train, validation = split_files(iter(files), 10**6, version=version)
+    assert sorted([*train, *validation]) == sorted(files) and validation

@@ -42,6 +42,10 @@ class RankSlice(NamedTuple):
 
 
 WHOLE_ROWS = RankSlice()
+# Arguments of the engines' models that tell the documents of a row apart.
+_LENGTHS = ("doc_lens", "cu_doc_lens", "packed_seq_params")
+_POSITIONS = ("positions", "position_ids")
+_INTEGERS = (torch.int64, torch.int32)
 # A router's own choice to what it must take: [B, w, K], or [w * B, K] with the rows innermost.
 Choose = Callable[[Tensor, RankSlice], Tensor]
 
@@ -82,6 +86,7 @@ class EngineCalls(ABC):
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a call of the model."""
         rows, columns = _shape([*args, *kwargs.values()])
+        _refuse_packed(args, kwargs)
         self._check(EngineCall(rows, columns, self.sequences))
         self._now, self._first_node = EngineCall(rows, columns, self.sequences), next_number()
 
@@ -143,6 +148,20 @@ def _shape(values: Sequence[Any]) -> tuple[int, int]:
         if tensor.ndim == 3:
             return tensor.shape[0], tensor.shape[1]
     raise InputError("a call must have token ids [rows, columns] to find its routes")
+
+
+def _refuse_packed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError for rows with several documents, whose routes are sequences of their own."""
+    packed = [name for name in _LENGTHS if kwargs.get(name) is not None]
+    for given in (*args[1:2], *(kwargs.get(name) for name in _POSITIONS)):
+        are_numbers = isinstance(given, Tensor) and given.ndim == 2 and given.dtype in _INTEGERS
+        if are_numbers and bool(((given[:, :-1] > 0) & (given[:, 1:] == 0)).any()):
+            packed.append("positions that start again")  # 0 behind 0 is padding
+    if packed:
+        raise InputError(
+            f"each row of a call must be one sequence to record or replay; got {packed[0]}: put "
+            "each document in a row of its own"
+        )
 
 
 class EngineRecorder(EngineCalls):

@@ -96,7 +96,8 @@ class TextRouting(Arrays):
     of each row, a position in domains. shown: the rows of which the first C tokens are kept,
     those of one domain after another.
 
-    Of each such token: experts, the heaviest first; weights, what their outputs are multiplied by;
+    Of each such token: experts, the heaviest first, -1 behind the k of a layer that chooses fewer
+    than others; weights, what their outputs are multiplied by;
     margin, the gap between the two largest logits; entropy of softmax(logits) over log N; radius,
     within which no change of the router's input changes the first expert, NaN without a proof
     (remarks has a line per layer that says why, or is empty).

@@ -90,8 +90,13 @@ def train_jointly(
 
 
 def _check_weights(model: nn.Module) -> None:
-    """Raise ValueError for weights of one byte, which hold codes or need scales."""
+    """Raise ValueError for weights of one byte, which hold codes or need scales, and offloaded."""
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise InputError(
+                f"joint training changes all weights, which must be in memory; {name} is "
+                "offloaded: train without it, or on devices that hold the model"
+            )
         if parameter.dtype.itemsize < 2:
             raise InputError(
                 f"joint training changes all weights, which must be of 16 bits or more; {name} is "

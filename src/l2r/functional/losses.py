@@ -53,9 +53,10 @@ def dead_experts(load: Float[Tensor, " N"] | Int[Tensor, " N"]) -> int:
     return int((load == 0).sum())
 
 
-def peak_load(load: Float[Tensor, " N"]) -> float:
+def peak_load(load: Float[Tensor, " N"] | Int[Tensor, " N"]) -> float:
     """Largest load over the mean load, of counts or shares of tokens [N]; 1 in balance."""
-    return float(load.max() / load.mean())
+    wide = load.double()
+    return float(wide.max() / wide.mean())
 
 
 def mean_probs(
@@ -89,7 +90,10 @@ def load_balancing_loss(
     ``usage`` replaces the f_i of every layer, for statistics over several ranks or
     micro-batches; gradients flow through s-bar alone either way.
 
-    Raises ValueError for an unknown variant, an empty list or lists of different length.
+    Layers may differ in N and K, but for ``hf``.
+
+    Raises ValueError for an unknown variant, an empty list, lists of different length, and layers
+    of different N with ``hf``.
     """
     layers = _layers(logits)
     chosen = _layers(indices)
@@ -105,18 +109,23 @@ def load_balancing_loss(
         chosen = list(map(largest_logit, layers, chosen))
     if mask is not None:
         mask = _flat_mask(mask, layers[0].shape[0])
-    top_k, num_experts = chosen[0].shape[1], layers[0].shape[1]
     shares = [mean_probs(layer, mask=mask) for layer in layers]
     used = (
-        [expert_usage(layer, num_experts, mask=mask) for layer in chosen]
+        [expert_usage(c, len(s), mask=mask) for c, s in zip(chosen, shares, strict=True)]
         if usage is None
         else list(usage)
     )
     if variant == "hf":
+        sizes = sorted({len(share) for share in shares})
+        if len(sizes) > 1:
+            raise ValueError(
+                f"variant='hf' pools layers, which must have one number of experts; got {sizes}"
+            )
         shares, used = [mean_over_layers(shares)], [mean_over_layers(used)]
-    per_layer = [num_experts * (s * f.to(s)).sum() for s, f in zip(shares, used, strict=True)]
-    loss = mean_over_layers(per_layer)
-    return loss / top_k if variant == "olmoe" else loss
+    losses = [len(s) * (s * f.to(s)).sum() for s, f in zip(shares, used, strict=True)]
+    if variant == "olmoe":
+        losses = [loss / c.shape[1] for loss, c in zip(losses, chosen, strict=True)]
+    return mean_over_layers(losses)
 
 
 def sequence_balance_loss(
@@ -131,7 +140,9 @@ def sequence_balance_loss(
     Mean over sequences of sum_i f_i P_i, with f_i = N / (K S) times the tokens of a sequence of S
     that chose expert i, and P_i the mean of their normalized affinities: 1 where every sequence
     uses every expert equally, whatever K. ``affinities`` [T, N]: scores of the experts before a
-    selection bias, normalized to sum to 1 (``Selection.affinities``). ``sequences`` [T]: the number
+    selection bias, normalized to sum to 1 (``Selection.affinities``). ``indices`` [T, K]: the
+    experts that are counted, in Eq. 18 those of the K largest affinities, whatever a bias or groups
+    choose. ``sequences`` [T]: the number
     of the sequence that each token is of, below T. A sequence without a token that counts is none.
     Gradients flow through P alone.
 
@@ -178,18 +189,18 @@ def router_z_loss(
     *,
     variant: ZVariant | str = "paper",
     mask: Tensor | None = None,
-    top_k: int | None = None,
+    top_k: int | Sequence[int] | None = None,
     heads: int | Sequence[int] = 1,
 ) -> Float[Tensor, ""]:
     """Router z-loss, Eq. 35: mean over tokens of (log sum_i exp z_i)^2.
 
     ``olmoe`` divides by ``top_k``, as OLMoE's training code does. SIPS logits are bounded, so
     this loss has a floor near log(N H)^2 that no training removes; ``centered`` takes log(N H)
-    from the logarithm before it is squared, with ``heads`` H anchors per expert, one number or
-    one per layer.
+    from the logarithm before it is squared, with ``heads`` H anchors per expert. Both are one
+    number or one per layer.
 
-    Raises ValueError for an unknown variant, for ``olmoe`` without ``top_k``, or for ``heads``
-    that are not one per layer.
+    Raises ValueError for an unknown variant, for ``olmoe`` without ``top_k``, or for ``heads`` or
+    ``top_k`` that are not one per layer.
     """
     if variant not in get_args(ZVariant):
         raise ValueError(f"variant must be one of {', '.join(get_args(ZVariant))}; got {variant!r}")
@@ -198,22 +209,22 @@ def router_z_loss(
     layers = _layers(logits)
     if mask is not None:
         mask = _flat_mask(mask, layers[0].shape[0])
-    per_layer = [heads] * len(layers) if isinstance(heads, int) else list(heads)
-    if len(per_layer) != len(layers):
-        raise ValueError(f"heads must be one per layer; got {len(per_layer)} for {len(layers)}")
     centers = [
         math.log(layer.shape[1] * h) if variant == "centered" else 0.0
-        for layer, h in zip(layers, per_layer, strict=True)
+        for layer, h in zip(layers, _per_layer("heads", heads, layers), strict=True)
     ]
     pairs = zip(layers, centers, strict=True)
-    loss = mean_over_layers([_z_loss(layer, mask, center) for layer, center in pairs])
-    return loss / top_k if variant == "olmoe" and top_k is not None else loss
+    losses = [_z_loss(layer, mask, center) for layer, center in pairs]
+    if variant == "olmoe" and top_k is not None:
+        by_layer = _per_layer("top_k", top_k, layers)
+        losses = [loss / k for loss, k in zip(losses, by_layer, strict=True)]
+    return mean_over_layers(losses)
 
 
 def router_margin_loss(
     ranking: Tensor | Sequence[Tensor],
     *,
-    top_k: int,
+    top_k: int | Sequence[int],
     gap: float = 0.1,
     mask: Tensor | None = None,
 ) -> Float[Tensor, ""]:
@@ -222,22 +233,26 @@ def router_margin_loss(
     ``ranking`` [T, N]: what experts are selected by, the logits of most routers. s_(k) is the k-th
     largest of a token and sigma = sqrt(variance over experts + 1e-6). The loss is 1 where the
     k-th and the next expert are equally good and 0 from ``gap`` deviations on. Both parts scale
-    with it, so that larger scores alone gain nothing. Not in the paper.
+    with it, so that larger scores alone gain nothing. ``top_k``: one number or one per layer. Not
+    in the paper.
 
-    Raises ValueError for a ``top_k`` outside of 1 to N - 1 and for a ``gap`` that is not > 0.
+    Raises ValueError for a ``top_k`` outside of 1 to N - 1 or not one per layer, and for a ``gap``
+    that is not > 0.
     """
     layers = _layers(ranking)
-    for layer in layers:
-        if not 1 <= top_k < layer.shape[1]:
+    by_layer = _per_layer("top_k", top_k, layers)
+    for layer, k in zip(layers, by_layer, strict=True):
+        if not 1 <= k < layer.shape[1]:
             raise ValueError(
                 f"top_k must be between 1 and {layer.shape[1] - 1} for a margin to the next "
-                f"expert; got top_k={top_k}"
+                f"expert; got top_k={k}"
             )
     if not 0 < gap < math.inf:
         raise ValueError(f"gap must be > 0 and finite; got gap={gap}")
     if mask is not None:
         mask = _flat_mask(mask, layers[0].shape[0])
-    return mean_over_layers([_margin_loss(layer, top_k, gap, mask) for layer in layers])
+    pairs = zip(layers, by_layer, strict=True)
+    return mean_over_layers([_margin_loss(layer, k, gap, mask) for layer, k in pairs])
 
 
 def _margin_loss(ranking: Tensor, top_k: int, gap: float, mask: Tensor | None) -> Tensor:
@@ -282,6 +297,13 @@ def _flat_mask(mask: Tensor, tokens: int) -> Tensor:
     if mask.numel() != tokens:
         raise ValueError(f"mask must have one entry per token; got {mask.numel()} for {tokens}")
     return mask.reshape(-1).bool()
+
+
+def _per_layer(name: str, value: int | Sequence[int], layers: Sequence[Tensor]) -> list[int]:
+    values = [value] * len(layers) if isinstance(value, int) else list(value)
+    if len(values) != len(layers):
+        raise ValueError(f"{name} must be one per layer; got {len(values)} for {len(layers)}")
+    return values
 
 
 def _layers(value: Tensor | Sequence[Tensor]) -> list[Tensor]:

@@ -56,10 +56,15 @@ def own_text_records(routing: TextRouting, written: int | None = None) -> list[d
     experts = routing.experts.reshape(depth, -1, k).swapaxes(0, 1)
     weights = routing.weights.reshape(depth, -1, k).swapaxes(0, 1)
     return [
-        {"token": piece, "experts": e.tolist(), "weights": w.tolist()}
+        {"token": piece, "experts": _chosen(e, e), "weights": _chosen(w, e)}
         | ({} if written is None else {"written": n >= written})
         for n, (piece, e, w) in enumerate(zip(_pieces(routing), experts, weights, strict=True))
     ]
+
+
+def _chosen(values: np.ndarray, experts: np.ndarray) -> list[list[Any]]:
+    """Values of the experts that each layer chose: some choose fewer than others."""
+    return [row[own >= 0].tolist() for row, own in zip(values, experts, strict=True)]
 
 
 def _pieces(routing: TextRouting) -> list[str]:

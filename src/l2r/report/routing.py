@@ -58,7 +58,7 @@ def usage_by_domain(views: Mapping[str, Diagnosis]) -> go.Figure:
         layers, drawn = view.few_layers(), drawn_domains(view)
         domains = [view.info["domains"][place] for place in drawn]
         counts = [view.array(layer, "usage_by_domain")[drawn] for layer in layers]
-        grids[name] = _relative(np.concatenate(counts))
+        grids[name] = _relative([row for of_layer in counts for row in of_layer])
         labels[name] = [f"{view.label(i)} · {domain}" for i in layers for domain in domains]
     return _heatmaps(grids, labels, "Top-k use by domain", "layer · domain")
 

@@ -42,9 +42,9 @@ function layerOf({ checkpoint }, row = current.row) {
   return { ...raw, ...raw.read };
 }
 
-function choicesOf(checkpoint, layer, token) {
+function choicesOf(layer, token) {
   const found = [];
-  for (let n = token * checkpoint.chosen; n < (token + 1) * checkpoint.chosen; n++) {
+  for (let n = token * layer.chosen; n < (token + 1) * layer.chosen; n++) {
     found.push({ expert: layer.experts[n], weight: layer.weights[n] / 65535 * layer.largest });
   }
   return found;
@@ -155,9 +155,9 @@ function rebuild() {
 function paint() {
   for (const pane of panes) {
     const { checkpoint, expert } = pane;
-    const k = checkpoint.chosen;
     pane.rows.forEach(({ label, tokens }, row) => {
       const layer = layerOf(pane, row);
+      const k = layer.chosen;
       for (let i = 0; i < tokens.length; i++) {
         const first = layer.experts[i * k];
         let name = `t e${layer.colors[first]}`;
@@ -184,9 +184,11 @@ function paint() {
       button.hidden = number > 0 && left.has(colors[e]);
     });
   });
+  // The slider is as long as the deepest model, which names its layers.
   const depth = Number(controls.layer.max) + 1;
+  const deepest = panes.find(({ checkpoint }) => checkpoint.layers.length === depth);
   const number = controls.layer.valueAsNumber;
-  const name = `${blockOf(layerOf(panes[0]), number)} (${number + 1} of ${depth})`;
+  const name = `${blockOf(layerOf(deepest), number)} (${number + 1} of ${depth})`;
   find("layer-number").textContent = name;
   controls.layer.setAttribute("aria-valuetext", name);
   mark();
@@ -219,8 +221,8 @@ function mark() {
 }
 
 function spoken({ pane, row, token }) {
-  const { checkpoint, text } = panes[pane];
-  const told = choicesOf(checkpoint, layerOf(panes[pane], row), token)
+  const { text } = panes[pane];
+  const told = choicesOf(layerOf(panes[pane], row), token)
     .map(({ expert, weight }) => `expert ${expert} weight ${weight.toFixed(3)}`);
   return `${inline(text.pieces[text.tokens[text.places[token]]])}: ${told.join(", ")}`;
 }
@@ -241,7 +243,7 @@ function factsOf(pane, { row, token }) {
   const number = panes.indexOf(pane);
   const largest = Math.max(...panes.map((pane) => layerOf(pane, row).largest)); // one scale
   const table = make("table");
-  for (const { expert, weight } of choicesOf(checkpoint, layer, token)) {
+  for (const { expert, weight } of choicesOf(layer, token)) {
     const bar = make("i");
     bar.style.width = `${100 * weight / largest}%`;
     const button = make("button", { type: "button", className: `swatch e${layer.colors[expert]}` }, String(expert));
@@ -250,7 +252,7 @@ function factsOf(pane, { row, token }) {
     table.append(make("tr", {}, make("td", {}, button),
       make("td", { className: "weight" }, weight.toFixed(4)), make("td", { className: "bar" }, bar)));
   }
-  const sum = choicesOf(checkpoint, layer, token).reduce((all, { weight }) => all + weight, 0);
+  const sum = choicesOf(layer, token).reduce((all, { weight }) => all + weight, 0);
   const radius = layer.radius[token];
   const facts = make("dl");
   for (const [name, value] of [
@@ -361,10 +363,10 @@ function pressed(event) {
   const place = tokenAt(event);
   if (!place || event.ctrlKey || event.metaKey || event.altKey) return;
   const { pane, row, token } = place;
-  const { checkpoint, text } = panes[pane];
+  const { text } = panes[pane];
   const passage = token - token % text.columns;
   const chooseOf = (n) => {
-    const choices = choicesOf(checkpoint, layerOf(panes[pane], row), token);
+    const choices = choicesOf(layerOf(panes[pane], row), token);
     if (n < choices.length) choose(pane, choices[n].expert);
   };
   const actions = {

@@ -119,7 +119,9 @@ def _checkpoint(routing: TextRouting, beside: TextRouting | None) -> dict[str, A
     layers = []
     for layer, name in enumerate(routing.layers.tolist()):
         colors = np.arange(experts) if beside is None else colors_beside(beside, routing, layer)
-        weights = routing.weights[layer]
+        chosen = int((routing.experts[layer] >= 0).sum(axis=-1).max(initial=0))
+        own = routing.experts[layer][..., :chosen]
+        weights = routing.weights[layer][..., :chosen]
         largest = float(weights.max())
         steps = np.round(weights * (65535 / largest)) if largest > 0 else weights
         layers.append(
@@ -128,16 +130,15 @@ def _checkpoint(routing: TextRouting, beside: TextRouting | None) -> dict[str, A
                 "remark": str(routing.remarks[layer]),
                 "finding": finding(routing, layer),
                 "colors": colors.tolist(),
-                "experts": _base64(routing.experts[layer], "<u2" if experts > 256 else "u1"),
+                "chosen": chosen,
+                "experts": _base64(own, "<u2" if experts > 256 else "u1"),
                 "weights": _base64(steps, "<u2"),
                 "largest": largest,
                 **{n: _base64(getattr(routing, n)[layer], kind) for n, kind in _KINDS.items()},
             }
         )
-    chosen = routing.experts.shape[-1]
     return {
         "experts": experts,
-        "chosen": chosen,
         "contexts": routing.contexts.shape[2],
         "vocabulary": routing.vocabulary.shape[2],
         "layers": layers,

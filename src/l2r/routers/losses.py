@@ -23,7 +23,7 @@ from l2r.functional import (
     sequence_balance_loss,
 )
 from l2r.functional.losses import mean_over_layers
-from l2r.functional.selection import largest_logit
+from l2r.functional.selection import best_experts, largest_logit
 from l2r.routers.base import RouterOutput
 from l2r.routers.capture import Captured, RouterSite, observed
 from l2r.routers.model_calls import ModelCall
@@ -210,8 +210,8 @@ class _Group(NamedTuple):
         return mask if mask is None else mask.to(self.pairs[0][1].logits.device)
 
     @property
-    def top_k(self) -> int:
-        return self.pairs[0][1].indices.shape[1]
+    def top_k(self) -> list[int]:
+        return [output.indices.shape[1] for _, output in self.pairs]
 
     @property
     def heads(self) -> list[int]:
@@ -270,7 +270,9 @@ def _balance(
     if scope == "sequence":
         affinities = [site.selection.affinities(output.logits) for site, output in group.pairs]
         documents = group.call.documents(len(logits[0]), logits[0].device)
-        return sequence_balance_loss(affinities, group.indices, documents, mask=mask)
+        # DeepSeek-V3 counts the largest affinities, which are in the order of the logits.
+        counted = [best_experts(z, k) for z, k in zip(logits, group.top_k, strict=True)]
+        return sequence_balance_loss(affinities, counted, documents, mask=mask)
     if step is None:
         return load_balancing_loss(logits, group.indices, variant=variant, mask=mask)
     usage = [step.of(site) for site, _ in group.pairs]

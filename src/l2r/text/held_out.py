@@ -138,12 +138,17 @@ def _split_after_cut(
     cut = _Cut(characters)
     for one in _named(files):
         cut.add(one)
-    ranked = sorted(cut.texts(), key=lambda f: hashlib.sha256(f[0].encode()).digest())
+    ranked = sorted(cut.texts(), key=lambda named: _digest(named[0]))
     held_out = max(1, len(ranked) // 10)
     return ranked[held_out:], ranked[:held_out]
 
 
+def _digest(name: str) -> bytes:
+    """Hash a file's name, whose bytes need not be UTF-8."""
+    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+
+
 def _named(files: Iterable[tuple[str, str]]) -> Iterator[_Named]:
     for number, (name, text) in enumerate(files):
-        digest = hashlib.sha256(f"cut {name}".encode()).digest()
+        digest = _digest(f"cut {name}")
         yield _Named((-int.from_bytes(digest), -number), name, text, len(text))

@@ -79,12 +79,21 @@ PANELS = {"tokens": LANGUAGE_PANELS, "images": VISION_PANELS}
 def in_paper_order(runs: Sequence[RunFolder]) -> list[RunFolder]:
     """Return runs named after routers, or recipes, in the paper's order, then others by name."""
     order = {name: place for place, name in enumerate(ROUTER_COLORS)}
-    return sorted(runs, key=lambda r: (order.get(r.name.replace("-", "_"), len(order)), r.name))
+
+    def place(run: RunFolder) -> tuple[int, str]:
+        return order.get(_arm(run).replace("-", "_"), len(order)), run.name
+
+    return sorted(runs, key=place)
 
 
 def first_seeds(runs: Sequence[RunFolder]) -> list[RunFolder]:
-    """List the runs that repeat no other with another seed; all, if every one does."""
-    return [run for run in runs if SEED_MARK not in run.name] or list(runs)
+    """List the runs that repeat no other with another seed; all of an arm that has none of them."""
+    first = {run.name for run in runs if SEED_MARK not in run.name}
+    return [run for run in runs if run.name in first or _arm(run) not in first]
+
+
+def _arm(run: RunFolder) -> str:
+    return run.name.partition(SEED_MARK)[0]
 
 
 def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
@@ -96,8 +105,7 @@ def accuracy_over_seeds(runs: Sequence[RunFolder]) -> list[Table]:
         if not read_progress(run).ended:
             unfinished.append(run.name)
         elif "top1" in last:
-            arm = run.name.partition(SEED_MARK)[0]
-            accuracies.setdefault(arm, []).append((100 * last["top1"], 100 * last["top5"]))
+            accuracies.setdefault(_arm(run), []).append((100 * last["top1"], 100 * last["top5"]))
     if not accuracies:
         return []
     results = {}

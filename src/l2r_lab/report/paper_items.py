@@ -215,15 +215,24 @@ def _routing(
 
 
 def _imagenet(sources: PaperSources) -> Table:
-    rows = []
+    rows, averaged = [], set()
     for router in (router for kind, router in _VIT.items() if kind != "linear_sips"):
         run = sources.images(router)
         record = run.read_json(run.evaluation)
         if "top1" not in record:
             raise InputError(f"{run.path} has no accuracy on images; l2r eval writes it")
+        for option in ("data", "limit"):
+            if record.get(option):
+                raise InputError(
+                    f"{run.evaluation} must be of all validation images of the run; it was made "
+                    f"with --{option}: run l2r eval {run.path} again"
+                )
+        averaged.add(bool(record.get("averaged")))
         images = record["images"]
         shares = (record["top1"], record["top5"])
         rows.append((router.name, *(_share(share, images) for share in shares)))
+    if len(averaged) > 1:
+        raise InputError("evaluations must all be of averaged weights or none; got some with each")
     caption = f"± one standard error over images. {_ONE_RUN}"
     return Table("", ("Method", "Top-1 (%)", "Top-5 (%)"), tuple(rows), caption)
 

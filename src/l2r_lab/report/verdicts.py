@@ -63,7 +63,7 @@ def judged_values(arms: Mapping[str, Sequence[RunFolder]]) -> JudgedValues | Ver
     held = [field for field in _JUDGED if all(field in record for record in every)]
     if not held:
         return Verdict("The finished runs share no validation result: nothing is compared.")
-    unlike = _unlike_budgets(ended)
+    unlike = _unlike_budgets(ended) or _unlike_texts(ended)
     if unlike:
         return Verdict(unlike)
     seeds = sorted(set[int].intersection(*(set(by_seed) for by_seed in last.values())))
@@ -106,6 +106,18 @@ def _unlike_budgets(arms: Mapping[str, Sequence[RunFolder]]) -> str:
     if len(seen) < 2:
         return ""
     return f"Runs saw from {seen[0]:,} to {seen[-1]:,} {progress[0].unit}: nothing is compared."
+
+
+def _unlike_texts(arms: Mapping[str, Sequence[RunFolder]]) -> str:
+    """Sentence on runs whose held-out tokens differ, in text or tokenizer; else nothing."""
+    held_out = set()
+    for run in (run for runs in arms.values() for run in runs):
+        data = run.read_json(run.environment).get("data")
+        sums = data.get("text_sha256") if isinstance(data, dict) else None
+        held_out.add(sums.split()[-1] if sums else None)  # of training, then of validation
+    if len(held_out - {None}) < 2:
+        return ""
+    return "Runs are validated on other tokens than each other: nothing is compared."
 
 
 def _results(runs: Sequence[RunFolder]) -> dict[int, Mapping[str, Any]]:

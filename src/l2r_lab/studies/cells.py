@@ -65,7 +65,7 @@ def folder_cells(
             names.setdefault(router, name)  # of two sizes the first
     order = [kind for kind in PAPER_ROUTERS if kind in names]
     order += [router for router in names if router not in order]
-    routers = [known_as(router, order) for router in routers or ()]
+    routers = list(dict.fromkeys(known_as(router, order) for router in routers or ()))
     for router in routers:
         if router not in order:
             raise InputError(f"routers must be among {', '.join(order)}; got {router!r}")

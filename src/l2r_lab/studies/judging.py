@@ -161,12 +161,14 @@ def study_of(plan: RegisteredPlan, results: Sequence[CellResult], ended: str = "
 
 def _state(plan: RegisteredPlan, results: Sequence[CellResult]) -> str:
     """State of the plan, and what the commits that results name show of it."""
-    late = [r for r in results if r.plan["digest"] != plan.digest or r.plan["commit"] is None]
+    other = [r for r in results if r.plan["digest"] != plan.digest]
+    late = [r for r in results if r in other or r.plan["commit"] is None]
     if plan.commit and late:
         return (
             f"not registered: {len(late)} of {len(results)} results are older than the plan as it "
             f"stands in {plan.commit}"
         )
+    edited = f"{len(other)} of {len(results)} results were made under another text of the plan"
     named = Counter(str(r.plan["commit"]) for r in results if r.plan["commit"])
     marks = Counter[str]()
     for commit, reason in doubtful_commits(plan, named).items():
@@ -174,7 +176,14 @@ def _state(plan: RegisteredPlan, results: Sequence[CellResult]) -> str:
     counts = [f"{n} of {len(results)} results name a commit that {why}" for why, n in marks.items()]
     if plan.commit and WITHOUT_PLAN in marks:
         return f"not registered: {'; '.join(counts)}; the first that does is {plan.commit}"
-    return "; ".join([plan.state, *counts])
+    return "; ".join([plan.state, *([edited] if other else []), *counts])
+
+
+def cell_seconds(results: Sequence[CellResult]) -> list[float]:
+    """Seconds of the cells that ran on this machine without a stop."""
+    here = hardware(describe_machine())
+    timed = [r.facts for r in results if hardware(r.facts) == here and r.facts["seconds"]]
+    return [float(facts["seconds"]) for facts in timed]
 
 
 def seeds_that_fit(
@@ -184,9 +193,7 @@ def seeds_that_fit(
 
     What is done already costs nothing more. Raises ValueError without a timed cell.
     """
-    here = hardware(describe_machine())
-    timed = [r.facts for r in results if hardware(r.facts) == here and r.facts["seconds"]]
-    seconds = [float(facts["seconds"]) for facts in timed]
+    seconds = cell_seconds(results)
     if not seconds:
         raise InputError("hours need the time of a cell, and none was measured on this machine")
     left = hours * 3600 * processes * len(seconds) / sum(seconds)

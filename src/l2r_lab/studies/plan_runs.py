@@ -17,7 +17,7 @@ from l2r.files.folder import RunFolder
 from l2r.machine import describe_machine
 from l2r_lab.files.study import CellResult
 from l2r_lab.studies.cells import Cell
-from l2r_lab.studies.judging import StudyPlaces, results_of, seeds_that_fit
+from l2r_lab.studies.judging import StudyPlaces, cell_seconds, results_of, seeds_that_fit
 from l2r_lab.studies.measure import measure
 from l2r_lab.studies.registration import RegisteredPlan, source_tree
 from l2r_lab.studies.running import LOCKS, Ended, Job, own_processes, run_processes, walk
@@ -87,9 +87,13 @@ class _Schedule:
             f"{self.registered.name}: {arms} arms, {self.processes} at a time with {threads} each"
         )
         if budget.hours is not None:
-            self.measure(budget.seeds, cells=1)  # a cell in every process shows how long one takes
+            # A cell in every process shows how long one takes, unless it was begun before.
+            if not cell_seconds(self.measure(budget.seeds, cells=1)):
+                self.measure(budget.seeds, cells=1)
             left = budget.hours - (time.monotonic() - start) / 3600
             so_far = self.results(budget.seeds)
+            if len(so_far) == len(self.plan.cells(budget.seeds)):
+                return so_far
             fit = seeds_that_fit(self.plan, so_far, left, self.processes, budget.seeds)
             self.report(f"{budget.hours:g} hours fit {fit} of at most {budget.seeds} seeds here")
             return self.measure(fit) if fit else so_far

@@ -27,7 +27,15 @@ from l2r.files.folder import RunFolder
 from l2r.files.wording import printable
 from l2r_lab.studies.cells import Cell
 from l2r_lab.studies.running import LOCKS, Ended, Job, read_mark, run_processes, shares, walk
-from l2r_lab.training import Ranks, claim_run, has_recipe, progress_bar, train
+from l2r_lab.training import (
+    Ranks,
+    claim_run,
+    has_recipe,
+    progress_bar,
+    resumed,
+    train,
+    with_pixels,
+)
 from l2r_lab.training.recipes import AnyRecipe
 
 _REFUSED, _BUG = 2, 70  # exit codes of our commands by which no later job would end better
@@ -150,7 +158,9 @@ def _command(launch: str) -> list[str]:
 def _train_elsewhere(cell: Cell, run: RunFolder, launcher: Sequence[str]) -> Ended:
     """One process per cell; a signal to us is handed on, so that the cell saves before it ends."""
     run.create()
-    claim_run(run, cell.recipe, Ranks(0, 1, torch.device("cpu")))
+    # the process reads the folder's recipe, in which nothing must be left to images
+    recipe = with_pixels(resumed(run, cell.recipe))
+    claim_run(run, recipe, Ranks(0, 1, torch.device("cpu")))
     command = [*launcher, "-m", "l2r", "train", str(run.recipe), "--out", str(run.path)]
     codes, number = run_processes(command)
     if number is None and any(codes.values()):

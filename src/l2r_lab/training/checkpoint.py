@@ -110,7 +110,8 @@ def load_checkpoint(
     """Fill model, optimizer, ``extra`` and random state from ``folder``; return its step.
 
     Random states return only where the number of ranks is that of the saved run, and a GPU's only
-    where the saved run had one; nothing else depends on either. Raises ValueError for a damaged checkpoint or one of another model.
+    where the saved run had one; nothing else depends on either. Raises ValueError for a damaged
+    checkpoint or one of another model.
     """
     step, world = _verified(folder, ranks)
     tensors = {**_tensors(model, optimizer), **(extra or {})}

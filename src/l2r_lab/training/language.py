@@ -52,6 +52,12 @@ class LanguageTask:
             train, validation, self.tokenizer = corpus.train, corpus.validation, corpus.tokenizer
         self.train = TokenDataset(train, data.sequence_length)
         self.validation = TokenDataset(validation, data.sequence_length)
+        if not self.train.tokenizer.is_same(self.validation.tokenizer):
+            raise InputError(
+                "data.tokens and data.validation_tokens must be of one tokenizer; got "
+                f"{self.train.tokenizer.name} and {self.validation.tokenizer.name}, or others of "
+                "these names"
+            )
         name_domains_without_rows(self.validation, report)
         first = not data.tokens and data.corpus_version == 1
         self.choose_rows = even_rows if first else balanced_rows

@@ -14,6 +14,7 @@ from l2r.analysis.certificates.attack import decisions, exact, shortest_flip
 from l2r.analysis.certificates.certify import certify, certify_first, holds_within
 from l2r.functional.selection import first_choice
 from l2r.hf.swap import router_sites
+from l2r.routers import build_router
 from tests.analysis.diagnostics.routers import inputs, make
 from tests.hf.families import tiny_config
 from tests.tiers import few
@@ -147,6 +148,45 @@ def test_logits_that_the_weight_does_not_give_have_no_certificate():
         ValueError, match="MixtralTopKRouter has other logits than its weight gives"
     ):
         certify(router, tokens(torch.float32))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("name", ["sips", "sips, one anchor", "xmoe", "linear_sips"])
+def test_routers_of_ours_in_half_precision_have_no_certificate(name, dtype):
+    """Their queries are rounded, too."""
+    router, x = make(name).to(dtype), inputs(40).to(dtype)
+    with pytest.raises(ValueError, match="which rounds its queries; no certificate is known"):
+        certify(router, x)
+
+
+def test_a_family_that_ranks_sigmoids_has_no_certificate():
+    """Flint's are all 1 from 17.4 on; Cohere's are of the chosen, which logits rank."""
+    x = tokens(torch.float32)
+    with pytest.raises(ValueError, match="sigmoid scores, which round to ties"):
+        certify(gate("flint", torch.float32), x)
+    assert (certify(gate("cohere2_moe", torch.float32), x).topk > 0).any()
+
+
+@pytest.mark.parametrize("kind", ["l2r_sips", "linear_sips"])
+def test_a_size_of_the_query_at_which_phi_rounds_to_zero_is_never_reached(kind):
+    """BatchNorm of |q| may make phi 0 in float32; all logits are equal then."""
+    options = {"rank": 2, "heads": 1, "query_norm": "batchnorm"} if kind == "l2r_sips" else {}
+    options |= {"query_norm": "batchnorm", "beta": 1.0}
+    router = build_router(kind, hidden_size=2, num_experts=2, top_k=1, **options).eval()
+    with torch.no_grad():
+        router.anchors.copy_(torch.tensor([[[1.0, 0.0]], [[-1.0, 0.0]]]))
+        router.magnitude_norm.running_mean.fill_(1.0)
+        router.magnitude_norm.running_var.fill_(0.01)
+        if kind == "l2r_sips":
+            router.projection.weight.copy_(torch.eye(2))
+            router.norm.weight.fill_(1.0)
+    x = torch.tensor([[-1.0, 0.0], [-0.6, 0.1]])
+    if kind == "linear_sips":
+        with pytest.raises(ValueError, match="lets all logits of a token be 0"):
+            certify(router, x)
+        return
+    radii = certify(router, x)
+    assert not changed(router, x, radii.top1, -x[:, None].double())[1].any()
 
 
 @pytest.mark.parametrize("kind", ["linear", "sips"])

@@ -1,5 +1,7 @@
 """The routing of a text is what the routers say of each token, and of each expert's tokens."""
 
+import base64
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,8 @@ from l2r.analysis.certificates import rank2_radii
 from l2r.analysis.certificates.certify import SHRINK, certify
 from l2r.analysis.diagnostics.collect import collect_records
 from l2r.analysis.diagnostics.text_routing import CONTEXTS, TextTrace, token_pieces, wilson_low
+from l2r.report.own_text import own_text_records
+from l2r.report.text_view import page_data
 from tests.analysis.diagnostics.models import batches, ours, stock
 
 SINGLE = torch.finfo(torch.float32).eps
@@ -161,3 +165,18 @@ def test_pieces_join_to_the_text(kind):
     assert "".join(token_pieces(fast, ids)).removeprefix(" ") == text
     assert token_pieces(fast, [fast.eos_token_id]) == ["<end>"]
     assert token_pieces(None, [3]) == [" 3"]
+
+
+def test_layers_of_a_smaller_k_have_minus_one_behind_their_experts():
+    """HunYuan's moe_topk is a list; the page and the records leave those places out."""
+    model, given = stock(), batches()
+    model.model.layers[1].mlp.gate.top_k = 1
+    text = traced(model, given)
+    assert text.experts.shape[-1] == 2 and (text.experts[0] >= 0).all()
+    assert (text.experts[1, ..., 1] == -1).all() and (text.weights[1, ..., 1] == 0).all()
+    assert {len(token["experts"][1]) for token in own_text_records(text)} == {1}
+    assert {len(token["weights"][0]) for token in own_text_records(text)} == {2}
+    (checkpoint,) = page_data({"one": text})["checkpoints"]
+    assert [layer["chosen"] for layer in checkpoint["layers"]] == [2, 1]
+    sizes = [len(base64.b64decode(layer["experts"])) for layer in checkpoint["layers"]]
+    assert sizes == [2 * sizes[1], text.margin[1].size]

@@ -97,8 +97,10 @@ def test_an_olmoe_in_a_hybrid_stack_is_exported_and_read_back(monkeypatch):
     ids = periodic(2, 16, VOCABULARY)
     with torch.no_grad(), record(model) as recorder:
         assert_close(forward(model, ids), made(ids).logits, room=1e-5)
-    fingerprint = recorder.routes().fingerprint
-    assert (fingerprint.layers, fingerprint.hidden_layers) == ((0, 1), 2)
+    for called in (model, torch.nn.Sequential(model)):  # wrappers pass no attributes on
+        with record(called) as recorder:
+            fingerprint = recorder.fingerprint
+        assert (fingerprint.layers, fingerprint.hidden_layers) == ((0, 1), 2)
     other = build(monkeypatch)
     with torch.no_grad():
         for p in other.parameters():

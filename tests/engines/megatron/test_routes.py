@@ -1,5 +1,7 @@
 """Routes through Megatron-core's own RouterReplay: recorded, replayed, recomputed, on two ranks."""
 
+import copy
+
 import pytest
 import torch
 
@@ -249,3 +251,14 @@ def test_sizes_are_those_of_the_model():
     model = build()
     f = of_four(model).fingerprint
     assert (f.num_experts, f.top_k, f.layers, f.hidden_layers) == (EXPERTS, TOP_K, (0, 1), LAYERS)
+
+
+def test_layers_of_multi_token_prediction_have_no_routes():
+    """Megatron counts them from 1 again: they would stand for the first layers."""
+    model = build()
+    with record(model) as plain, torch.no_grad():
+        forward(model, IDS)
+    model.mtp = torch.nn.ModuleList([copy.deepcopy(model.decoder.layers[0])])
+    with record(model) as recorder, torch.no_grad():
+        forward(model, IDS)
+    assert recorder.routes() == plain.routes()

@@ -1,6 +1,7 @@
 """Routes of torchtitan's routers: recorded, replayed with its own rule, on two ranks."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,3 +151,15 @@ def test_two_ranks_record_and_replay_whole_sequences(tmp_path):
     for rank, (own, taken, out) in enumerate(ranks):
         assert own == recorder.routes() and taken == ROUTES
         assert_close(out, expected.chunk(2, dim=1)[rank], "outputs of a rank", room=1e-5)
+
+
+def test_a_stage_of_a_pipeline_has_the_numbers_of_the_whole_model():
+    """It has some of the layers that its configuration has."""
+    stage = torch.nn.Module()
+    stage.layers = torch.nn.ModuleDict({"1": built(SIPS)})
+    stage.config = SimpleNamespace(layers=[None, None])
+    stage.forward = stage.layers["1"].__call__
+    with record(stage) as recorder, torch.no_grad():
+        stage(X)
+    fingerprint = recorder.routes().fingerprint
+    assert (fingerprint.layers, fingerprint.hidden_layers) == ((1,), 2)

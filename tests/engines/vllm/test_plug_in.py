@@ -149,6 +149,16 @@ def test_layers_that_were_not_swapped_keep_their_gates(monkeypatch):
     assert made.model.layers[0].mlp.experts.settings["router_logits_dtype"] is None
 
 
+@pytest.mark.filterwarnings("ignore::l2r.hf.swap.swap.UntrainedRoutersWarning")
+@pytest.mark.parametrize("second", [None, [1]])
+def test_a_second_swap_keeps_the_rule_that_the_first_one_replaced(second, monkeypatch):
+    """As in transformers: "family" keeps the rule that is there, here the router's own."""
+    model = swapped("mixtral", "router")
+    swap_routers(model, layers=second)
+    assert [swap["selection"] for swap in model.config.l2r_swap] == ["router", "family"]
+    assert_chooses_alike(served(monkeypatch, model, {"renormalize": True}), model)
+
+
 def own_model(**changes):
     sizes = {k: v for k, v in TINY.items() if k != "moe_intermediate_size"}
     router = {"kind": "l2r_sips", "rank": 2, "heads": 4}

@@ -119,6 +119,18 @@ def test_a_hub_id_gives_the_weights_of_its_revision_and_no_code(hub):
     assert (local_checkpoint(NAME, code=True) / "modeling_strange.py").is_file()
 
 
+def test_a_license_and_files_beside_the_weights_come_along(hub, l2r):
+    """What a copy of a folder here keeps, a copy of a hub id keeps too."""
+    beside = ("LICENSE", "NOTICE.md", "vocab.bpe", "recipe.yaml", "tokenizer.model")
+    for name in beside:
+        (hub.folders[COMMIT] / name).write_text(name)
+    (hub.folders[COMMIT] / "training_args.bin").write_text("pickled")
+    ended = l2r("swap", NAME, "rank=2", "--out", "swapped")
+    assert ended.code == 0, ended
+    kept = {path.name for path in Path("swapped").iterdir()}
+    assert {*beside} <= kept and "training_args.bin" not in kept
+
+
 @pytest.mark.slow("two commands on a whole model")
 def test_a_filled_cache_is_read_offline_and_once(hub, monkeypatch):
     expected = logits(l2r.load_pretrained(NAME))

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from l2r.files.diagnosis import read_diagnosis
 from l2r.files.final_losses import final_losses
 from l2r.files.folder import RunFolder
-from l2r.hf.checkpoints import load_causal_lm
+from l2r.hf.checkpoints import load_causal_lm, run_card
 from l2r.hf.checkpoints.run_card import run_of_checkpoint, run_sections, update_card
 from l2r.hf.models.card import CARD, is_untouched
 from l2r_lab.studies.measure import diagnose_run
@@ -127,3 +127,16 @@ def test_images_are_told_as_shares(tmp_path):
 
 def test_a_folder_outside_a_run_has_nothing_to_tell(tmp_path):
     assert run_of_checkpoint(tmp_path) is None and run_sections(None) == ()
+
+
+def test_accuracy_names_the_images_that_it_is_of(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    record = {"top1": 0.5, "top5": 0.9, "ce": 1.0, "images": 10, "averaged": False}
+    for more, words in (
+        ({}, "of the run's validation images, by"),
+        ({"data": "/home/me/other"}, "of the images of other, by"),
+        ({"limit": 10}, "of the run's validation images, the first 10 at most, by"),
+    ):
+        run.write_json(run.evaluation, record | more)
+        assert words in run_card._evaluation(run, averaged=False)

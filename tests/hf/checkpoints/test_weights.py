@@ -27,6 +27,7 @@ from l2r.hf.models.weight_files import check_finite
 from l2r.hf.swap import swap_routers
 from l2r.hf.swap.families import FAMILIES
 from l2r.routers import L2RConfig
+from tests.analysis.diagnostics.models import ours
 from tests.hf.families import TINY, auto_class, sample_tokens, tiny_model
 from tests.tiers import few_families
 
@@ -311,6 +312,19 @@ def test_a_model_in_memory_is_exported_whole_or_not_at_all():
     model.model.layers[1].mlp.gate.register_parameter("extra", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.gate\.extra"):
         as_l2r_olmoe(model)
+
+
+def test_a_model_of_ours_that_was_swapped_is_exported_as_one_of_ours(l2r, tmp_path):
+    ours("l2r_sips").save_pretrained(tmp_path / "own")
+    swap = ("swap", tmp_path / "own", "kind=linear", "--selection", "router")
+    assert l2r(*swap, "--out", tmp_path / "a").code == 0
+    assert l2r("export", tmp_path / "a", "--out", tmp_path / "b").code == 0
+    values = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert values["router"]["kind"] == "linear" and "swapped_from" not in values
+    ids = torch.arange(2, 22).view(2, 10)
+    models = (load_pretrained(tmp_path / name) for name in "ab")
+    first, second = (model(ids).logits for model in models)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def test_tensors_without_numbers_of_their_own_are_not_looked_at():

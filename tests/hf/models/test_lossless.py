@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -179,7 +180,7 @@ def test_inside_pefts_model_the_same_holds_after_the_merge(mtp, plain, tmp_path)
 def test_a_folder_of_the_hub_is_looked_up_in_the_cache(mtp, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "l2r.hf.models.lossless.try_to_load_from_cache",
-        lambda name, file, revision=None: str(mtp / file) if name == "some/moe" else None,
+        lambda name, file, **options: str(mtp / file) if name == "some/moe" else None,
     )
     model = AutoModelForCausalLM.from_pretrained(mtp)
     model.name_or_path = model.config.name_or_path = "some/moe"
@@ -188,3 +189,29 @@ def test_a_folder_of_the_hub_is_looked_up_in_the_cache(mtp, tmp_path, monkeypatc
     other = AutoModelForCausalLM.from_pretrained(mtp)
     other.name_or_path = other.config.name_or_path = "not there"
     swap_routers(other, CONFIG).save_pretrained(tmp_path / "new")
+
+
+@pytest.mark.parametrize("place", ["cache_dir", "subfolder", "relative path"])
+def test_a_folder_is_found_again_wherever_it_was_opened(mtp, place, tmp_path, monkeypatch):
+    """A cache of one's own, a part of a folder, and a path after a change of the directory."""
+    commit = "0" * 40
+    repository = tmp_path / "cache" / "models--some--moe"
+    snapshot = repository / "snapshots" / commit
+    shutil.copytree(mtp, snapshot / "part")
+    shutil.copytree(mtp, snapshot, dirs_exist_ok=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.chdir(repository)
+    opened = {
+        "cache_dir": ("some/moe", {"cache_dir": tmp_path / "cache", "local_files_only": True}),
+        "subfolder": (snapshot, {"subfolder": "part"}),
+        "relative path": (f"snapshots/{commit}", {}),
+    }
+    if place == "subfolder":
+        (snapshot / "config.json").unlink()
+    name, options = opened[place]
+    model = AutoModelForCausalLM.from_pretrained(name, **options)
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="refuses this model: its folder holds tensors"):
+        swap_routers(model, CONFIG)
+    assert_refused(model, tmp_path / "out", "leaves aside")

@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import nn
 from transformers import DynamicCache
 
@@ -514,3 +515,13 @@ def test_positions_beside_a_mask_are_of_padding_and_begin_no_sequence(name):
     with replay(model, routes):
         again = model(ids, use_cache=False, **given).logits
     assert torch.equal(again[mask.bool()], logits[mask.bool()])
+
+
+def test_an_offloaded_model_is_replayed_as_it_is_recorded():
+    """accelerate keeps its tensors elsewhere until a layer runs."""
+    model, ids = family_model("olmoe", swapped=True), token_ids()
+    with torch.no_grad(), record(model) as recorder:
+        expected = model(ids, use_cache=False).logits
+    cpu_offload(model, execution_device="cpu")
+    with torch.no_grad(), replay(model, recorder.routes()):
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=0, atol=0)

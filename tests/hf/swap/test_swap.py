@@ -213,6 +213,30 @@ def test_a_router_that_was_never_fitted_is_no_predecessor():
         assert [*new] == [*_routers(model).values()]
 
 
+def test_a_router_that_was_trained_and_not_fitted_is_a_predecessor():
+    model = swap_routers(tiny_model(FAMILIES["mixtral"]), CONFIG)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(sample_tokens(), labels=sample_tokens()).loss.backward()
+    optimizer.step()
+    trained = [site.router for site in router_sites(model)]
+    swap_routers(model, XMoEConfig(rank=4))
+    assert [site.router for site, _ in unfitted_sites(model)] == trained
+
+
+def test_without_a_config_layers_with_a_rule_of_their_own_are_swapped_with_the_others():
+    """Not half of them: the family decides about the others' weights."""
+    model = tiny_model(FAMILIES["olmoe"])
+    swap_routers(model, L2RConfig(rank=4), layers=[0], selection="router")
+    swap_routers(model)
+    first, second = _routers(model).values()
+    assert first.config == second.config and not first.config.normalize_weights
+    assert (first.selection.family, second.selection.family) == (None, "olmoe")
+    before = [*_routers(model).values()]
+    with pytest.raises(ValueError, match="normalize_weights is decided by the model's family"):
+        swap_routers(model, L2RConfig(normalize_weights=True))
+    assert [*_routers(model).values()] == before  # the first layer's too
+
+
 def test_our_own_olmoe_takes_the_new_router_into_its_configuration():
     model = swap_routers(own_olmoe(), CONFIG)
     assert model.config.router == CONFIG.to_dict()

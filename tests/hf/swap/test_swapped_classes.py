@@ -114,6 +114,23 @@ def test_a_configuration_object_of_other_routers_is_refused(kind, tmp_path):
             AutoModelForCausalLM.from_pretrained(tmp_path, config=theirs)
 
 
+@pytest.mark.parametrize(
+    ("kind", "field"), [("own", "kind"), ("swapped", "kind"), ("swapped", "selection")]
+)
+def test_a_configuration_object_of_another_kind_of_router_is_refused(kind, field, tmp_path):
+    """l2r_dot has the tensors of l2r_sips: they would load, and give other logits."""
+    model = own() if kind == "own" else swapped("olmoe")
+    model.save_pretrained(tmp_path)
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    theirs.name_or_path = ""
+    if field == "kind":
+        (theirs.router if kind == "own" else theirs.l2r_swap[0]["router"])["kind"] = "l2r_dot"
+    else:
+        theirs.l2r_swap[0]["selection"] = "router"
+    with pytest.raises(ValueError, match="does not build"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, config=theirs)
+
+
 def test_a_configuration_object_for_a_stock_folder_is_taken_as_it_is(tmp_path):
     model = tiny_model(FAMILIES["olmoe"])
     model.save_pretrained(tmp_path)

@@ -196,14 +196,16 @@ def test_unfinished_runs_are_no_seeds_of_an_accuracy(tmp_path):
     assert accuracy_over_seeds([late]) == []
 
 
-def test_repeats_with_other_seeds_have_no_row_unless_all_are_repeats(tmp_path):
+def test_repeats_have_no_row_unless_all_runs_of_an_arm_are_repeats(tmp_path):
     names = ("linear", "linear.seed-1", "xmoe.seed-2")
     runs = [RunFolder(tmp_path / name) for name in names]
-    assert [run.name for run in first_seeds(runs)] == ["linear"]
+    assert [run.name for run in first_seeds(runs)] == ["linear", "xmoe.seed-2"]
     assert first_seeds(runs[1:]) == runs[1:]
 
 
 def test_runs_named_after_routers_come_in_the_papers_order_and_others_by_name(tmp_path):
-    names = ("zeta", "l2r_sips", "alpha", "linear")
-    runs = in_paper_order([RunFolder(tmp_path / name) for name in names])
-    assert [run.name for run in runs] == ["linear", "l2r_sips", "alpha", "zeta"]
+    for mark in ("", ".seed-0"):
+        names = [f"{name}{mark}" for name in ("zeta", "l2r-sips", "alpha", "linear")]
+        runs = in_paper_order([RunFolder(tmp_path / name) for name in names])
+        order = [run.name.removesuffix(mark) for run in runs]
+        assert order == ["linear", "l2r-sips", "alpha", "zeta"]

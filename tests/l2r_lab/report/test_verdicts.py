@@ -184,3 +184,18 @@ def test_a_plan_says_first_whether_it_fits(hours, words):
     assert says.startswith("Fits 8 x h100: training.parallel=fsdp2 training.micro_batch=4")
     assert "61.2 GB per GPU" in says and words in says
     assert says.endswith("micro_batch 8 does not: 99.0 GB.")
+
+
+def test_runs_that_validate_on_other_tokens_are_not_compared(tmp_path):
+    """Nats are per token: of another tokenizer or another text they are of other things."""
+
+    def runs(*sums):
+        return [
+            made_run(tmp_path / f"{n}-{sums}" / arm, data={"text_sha256": text} if text else {})
+            for n, (arm, text) in enumerate(zip(("linear", "xmoe"), sums, strict=True))
+        ]
+
+    other = "Runs are validated on other tokens than each other: nothing is compared."
+    assert of_runs(runs("a b", "a c")).says == other
+    for alike in (("a b", "d b"), ("a b", None)):  # other training text; a run of before
+        assert of_runs(runs(*alike)).says.startswith("One seed ranks nothing")

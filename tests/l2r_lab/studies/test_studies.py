@@ -27,7 +27,7 @@ from l2r_lab.report.study_verdict import of_study
 from l2r_lab.studies import judging, measure, registration
 from l2r_lab.studies import train_cells as running
 from l2r_lab.studies.judging import StudyPlaces, judge_plan, results_of, seeds_that_fit, study_of
-from l2r_lab.studies.plan_runs import _curve, run_share
+from l2r_lab.studies.plan_runs import Budget, _curve, run_plan, run_share
 from l2r_lab.studies.registration import RegisteredPlan, read_plan
 from l2r_lab.studies.running import Ended, run_processes
 from l2r_lab.studies.study_plan import StudyPlan
@@ -449,6 +449,27 @@ def test_a_stopping_rule_without_a_primary_contrast_is_refused():
         registered(half_width=0.01, contrasts=secondary)
 
 
+@pytest.mark.parametrize("begun", [1, 4])
+def test_hours_go_on_where_runs_were_begun_before(tmp_path, monkeypatch, begun):
+    """A run that goes on has no time of its own: another one is timed, if one is missing."""
+    plan, said = registered(), []
+    places = StudyPlaces(tmp_path / "small", tmp_path / "runs" / "small")
+    every = [result.rounded() for result in made_up(plan, 2, values())]
+    for result in every[:begun]:
+        result.facts["seconds"] = None
+
+    def run(command, processes, threads):
+        done = len(places.measured())
+        limit = int(command[command.index("--cells-only") + 1])
+        places.stored().append(*every[done : done + max(begun if not done else 0, limit)])
+        return {1: 0}, None
+
+    monkeypatch.setattr("l2r_lab.studies.plan_runs.run_processes", run)
+    results = run_plan(plan, "small", places, Budget(2, hours=1, processes=1), said.append)
+    assert len(results) == 4
+    assert any("hours fit" in line for line in said) == (begun == 1)
+
+
 def test_hours_give_whole_seeds_and_what_is_done_costs_nothing():
     plan = registered().plan
     results = made_up(registered(), 1, values(), seconds=900)  # both arms of the first seed
@@ -493,6 +514,17 @@ def test_results_from_before_the_plan_make_a_study_unregistered(mark):
     late = dataclasses.replace(results[0], plan={**results[0].plan, **mark})
     state = study_of(plan, [late, *results[1:]]).state
     assert state.startswith("not registered: 1 of 4 results are older than the plan")
+
+
+def test_a_plan_of_ones_own_that_was_edited_after_its_results_says_so():
+    """Its commit is nobody's; the digest of its text is in every result."""
+    plan = dataclasses.replace(registered(), commit=None, state="not registered: no git")
+    results = made_up(plan, 2, values())
+    assert study_of(plan, results).state == "not registered: no git"
+    edited = dataclasses.replace(plan, digest="e")
+    assert study_of(edited, results).state == (
+        "not registered: no git; 4 of 4 results were made under another text of the plan"
+    )
 
 
 def test_the_page_shows_contrasts_effects_and_step_0(tmp_path):

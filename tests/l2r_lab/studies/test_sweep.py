@@ -6,8 +6,10 @@ import signal
 import statistics
 import sys
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from l2r.cli import main
@@ -18,7 +20,7 @@ from l2r_lab.report.ablation import Row, ablation_curves, ablation_table, ablati
 from l2r_lab.report.curves import HEALTH_PANELS, LANGUAGE_PANELS, curve_sections, curves
 from l2r_lab.report.sweep import write_sweep_page
 from l2r_lab.studies import train_cells as running
-from l2r_lab.studies.cells import grid_cells, read_grid
+from l2r_lab.studies.cells import folder_cells, grid_cells, read_grid
 from l2r_lab.studies.train_cells import is_finished, run_cells
 from l2r_lab.training import loop
 from l2r_lab.training.recipes.load import load_recipe
@@ -255,6 +257,27 @@ def test_cells_can_be_processes_of_their_own(tiny_changes, tmp_path):
     assert done.error is None and is_finished(done.run, cells[0].recipe)
     (again,) = run_cells(cells, tmp_path, launch="false")
     assert again.error is None and not again.trained
+
+
+@pytest.mark.slow("a fresh process")
+def test_a_cell_on_images_of_ones_own_is_a_process_of_its_own(tmp_path):
+    """The recipe leaves sizes to the images; the process reads it from the folder."""
+    for part in ("train", "val"):
+        for name in ("dark", "bright"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for n in range(4):
+                pixels = np.full((10, 10, 3), 40 + 3 * n if name == "dark" else 200, np.uint8)
+                Image.fromarray(pixels).save(tmp_path / part / name / f"{n}.png")
+    changes = [f"data.images={tmp_path}", "training.steps=1", "training.epochs=null"]
+    changes += ["training.global_batch=4", "training.micro_batch=4", "data.workers=0"]
+    cells = folder_cells("demo-vision", changes, ["linear"], 1)
+    (done,) = run_cells(cells, tmp_path / "runs", launch=sys.executable)
+    assert done.error is None and is_finished(done.run, cells[0].recipe)
+
+
+def test_a_router_that_is_named_twice_is_trained_once():
+    cells = folder_cells("demo", [], ["linear", "l2r-sips", "linear"], 1)
+    assert [cell.name for cell in cells] == ["linear", "l2r-sips"]
 
 
 def finished_run(folder, *, mmlu, loss=3.0):

@@ -33,6 +33,7 @@ from l2r.routers.selection_rule import Selection
 
 PAIRS = 2**20  # pairs of a chosen expert and any, over all tokens of a chunk, held at once
 SHRINK = 1 - 1e-6
+_RANK_LOGITS = ("cohere2_moe",)  # families that choose by logits and weigh by a sigmoid
 _STEPS = 40  # halvings of the bisection: a relative width of 1e-12
 
 
@@ -154,6 +155,8 @@ def _check_rule(router: nn.Module) -> None:
             what = "a selection bias"
         elif rule.block_bias:
             what = "a bias of its block"
+        elif family is not None and rule.gate != "softmax" and rule.family not in _RANK_LOGITS:
+            what = f"{rule.gate} scores, which round to ties"
     else:
         needed = more_inputs(router)
         what = f"{', '.join(needed)} of its block" if needed else ""
@@ -169,6 +172,11 @@ def _arithmetic(router: nn.Module, form: RoutingMap, x: Tensor, own: Tensor) -> 
     Routers of ours compute in the dtype of their logits, which a form gives but for a factor.
     """
     if isinstance(form, AnchorMap) or isinstance(router, Router):
+        if own.dtype.itemsize < 4:
+            raise InputError(
+                f"{type(router).__name__} computes in {own.dtype}, which rounds its queries; no "
+                "certificate is known below float32"
+            )
         if own.dtype is torch.float32:
             _check_products(x)
         return Arithmetic.of(own.dtype, ranks_logits=True)

@@ -19,6 +19,7 @@ from l2r.hf.models import whole_matrix
 from l2r.routers import LinearSipsRouter, XMoERouter
 from l2r.routers.l2r import AnchorRouter, L2RRouter
 
+_SATURATED = 8.0  # from here on 1 + tanh(-x) in float32 may be 0
 _EXP = 8  # roundings of a probability besides those of its logit
 
 
@@ -27,7 +28,8 @@ class LinearMap:
     """A router whose order of experts is that of weight x + bias, [N, D] and [N].
 
     So is every router here with one anchor per expert: cosine and SIPS multiply the scores
-    m_i . W_q x of a token by one positive number (phi(|q|) / |q|), and so does RMSNorm.
+    m_i . W_q x of a token by one positive number (phi(|q|) / |q|), and so does RMSNorm. Not where
+    BatchNorm of |q| lets phi round to 0.
     reach, bias_reach: what weight and bias are where all that the router adds up to them is
     positive; no rounding of its sums is larger than steps * unit * (reach |x| + bias_reach).
     """
@@ -176,6 +178,8 @@ def _(router: XMoERouter) -> RoutingMap:
 
 @routing_map.register
 def _(router: LinearSipsRouter) -> RoutingMap:
+    if _vanishes(router):
+        raise InputError("BatchNorm lets all logits of a token be 0; no certificate is known")
     anchors = scoring_anchors(router)[:, 0]  # whose own norms are sums of D squares
     weight = anchors if router.norm is None else anchors * _wide(router.norm.weight)
     return dataclasses.replace(_linear(weight), steps=2 * router.hidden_size + STEPS)
@@ -187,7 +191,7 @@ def _(router: L2RRouter) -> RoutingMap:
     if router.norm is not None:
         matrix = matrix * _wide(router.norm.weight)
     anchors = scoring_anchors(router)
-    if anchors.shape[1] == 1:
+    if anchors.shape[1] == 1 and not _vanishes(router):
         return _linear(matrix, rows=anchors[:, 0])
     config = router.config
     eps, dropped = None if router.norm is None else config.norm_eps, None
@@ -218,6 +222,14 @@ def radial_of(router: AnchorRouter) -> Radial:
         "sips": Saturated(config.gamma, config.beta, scale, shift),
     }
     return forms[config.scoring]
+
+
+def _vanishes(router: AnchorRouter) -> bool:
+    """Say whether phi rounds to 0 for some size of a query, all logits being equal then."""
+    radial = radial_of(router)
+    if not isinstance(radial, Saturated) or radial.beta < 1:
+        return False
+    return radial.scale < 0 or radial.shift < -_SATURATED
 
 
 def _linear(weight: Tensor, bias: Tensor | None = None, rows: Tensor | None = None) -> LinearMap:

@@ -88,6 +88,7 @@ class TextTrace(RouterReducer):
         parts: dict[str, list[np.ndarray]] = {}
         remarks = []
         experts = max(layer.num_experts for layer in self._layers.values())
+        chosen = max(layer.kept["experts"][0].shape[1] for layer in self._layers.values())
         for done, layer in enumerate(self._layers.values(), start=1):
             arrays = {name: torch.cat(tensor) for name, tensor in layer.kept.items()}
             radius, remark = _radius(materialized(layer.router), arrays.pop("x"))
@@ -95,6 +96,9 @@ class TextTrace(RouterReducer):
             of_experts = layer.of_experts(ids, tokens.flatten().bincount())
             more = (0, 0, 0, experts - layer.num_experts)  # layers of fewer experts get rows of -1
             widened = {name: pad(value, more, value=-1) for name, value in of_experts.items()}
+            for name, none in (("experts", -1), ("weights", 0)):  # layers of a smaller k
+                fewer = chosen - arrays[name].shape[1]
+                arrays[name] = pad(arrays[name], (0, fewer), value=none)
             for name, value in {**arrays, **widened, "radius": radius}.items():
                 parts.setdefault(name, []).append(value.numpy())
             report(done)

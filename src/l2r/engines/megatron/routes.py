@@ -46,8 +46,9 @@ def record(model: nn.Module) -> AbstractContextManager[EngineRecorder]:
 
     Every call is a batch of token ids [rows, columns]. Works with Megatron's routers and ours, and
     with tensor and sequence parallel, where all ranks must ask for the routes; under pipeline
-    parallel each rank records its layers. Raises ValueError for a model without routers, and with
-    context parallel or fused routing.
+    parallel each rank records its layers, of calls that have token ids. Layers of multi-token
+    prediction choose for themselves. Raises ValueError for a model without routers, for packed
+    sequences, and with context parallel or fused routing.
     """
     return recording(model, *_router_hooks(model, _recording))
 
@@ -69,7 +70,12 @@ def replay(
 def _router_hooks(
     model: nn.Module, maker: Callable[[Any], RouterHook], **wanted: Any
 ) -> tuple[dict[int, RouterHook], Fingerprint]:
-    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    # Megatron counts the layers of multi-token prediction from 1 again; they have no routes.
+    routers = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, TopKRouter) and "mtp" not in name.split(".")
+    ]
     if not routers:
         raise InputError("the model has no router of Megatron-core's")
     config: Any = routers[0].config
@@ -79,7 +85,8 @@ def _router_hooks(
                 f"{name} must be {value} to record or replay; got {getattr(config, name)}"
             )
     # A hybrid model counts attention and experts as two layers; elsewhere they are one.
-    hybrid = getattr(model, "hybrid_layer_pattern", None)
+    patterns = (getattr(part, "hybrid_layer_pattern", None) for part in model.modules())
+    hybrid = next(filter(None, patterns), None)  # of the model inside its wrappers
     numbers = {router: router.layer_number - 1 for router in routers}
     if hybrid is not None:
         hybrid = hybrid.partition("/")[0].replace("|", "")

@@ -61,7 +61,8 @@ def replay(
 def _router_hooks(model: nn.Module) -> tuple[dict[int, RouterHook], Fingerprint]:
     routers = routers_by_layer(model, TokenChoiceTopKRouter, "torchtitan")
     first = next(iter(routers.values()))
-    layers = getattr(model, "layers", routers)
+    # A stage of a pipeline has some of the layers that its configuration has.
+    layers = getattr(getattr(model, "config", None), "layers", getattr(model, "layers", routers))
     sizes = Fingerprint(
         num_experts=first.num_experts,
         top_k=first.top_k,

@@ -44,4 +44,5 @@ class OwnLossWeights:
 
 def _parts(config: Any) -> list[Any]:
     """List the configurations inside a configuration, as those of a text model."""
-    return [value for value in vars(config).values() if hasattr(value, "to_dict")] if config else []
+    held = getattr(config, "__dict__", {})  # a dict of a module of one's own has none
+    return [value for value in held.values() if hasattr(value, "to_dict")]

@@ -142,7 +142,9 @@ class RouteReplay:
                 generate_there = generate
             config = copy.deepcopy(kwargs.get("generation_config") or model.generation_config)
             config.return_dict_in_generate = config.output_logits = config.use_cache = True
-            with record(sampling) as recorder:
+            # PEFT's model generates with the one inside, which is then the model that is called
+            called = getattr(sampling, "get_base_model", lambda: sampling)()
+            with record(called) as recorder:
                 output = generate_there(*args, **{**kwargs, "generation_config": config})
             sequences: Tensor = output.sequences
             self._keep(sequences, output.logits)

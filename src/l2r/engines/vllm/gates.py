@@ -70,8 +70,11 @@ class Gates:
         if isinstance(own, Mapping):
             self._entries = dict.fromkeys(range(config.num_hidden_layers), (own, "router"))
         for swap in getattr(config, "l2r_swap", None) or []:
-            entry = (swap["router"], "router" if own else swap["selection"])
-            self._entries |= dict.fromkeys(swap["layers"], entry)
+            for layer in swap["layers"]:
+                # "family" keeps the rule that is there, which a swap before may have replaced.
+                _, before = self._entries.get(layer, (None, swap["selection"]))
+                rule = "router" if "router" in (before, swap["selection"]) else "family"
+                self._entries[layer] = (swap["router"], rule)
         if not self._entries:
             raise InputError("config.json must have l2r_swap or router to be served as ours")
         self._gates: dict[str, LogitsGate] = {}  # by the name of the MoE layer

@@ -196,9 +196,9 @@ def _key(kind: Any) -> str:
 
 @torch.no_grad()
 def as_l2r_olmoe(model: Any) -> Any:
-    """Convert a stock OLMoE in memory whose routers were all swapped alike into one of ours.
+    """Convert an OLMoE in memory whose routers were all swapped alike into one of ours.
 
-    ``config.swapped_from`` says of which type it was.
+    ``config.swapped_from`` says of which type a stock one was.
     The weights are copies, or none where they are on torch's meta device.
     """
     on_disk = "disk" in (getattr(model, "hf_device_map", None) or {}).values()
@@ -210,8 +210,10 @@ def as_l2r_olmoe(model: Any) -> Any:
     router = RouterConfig.from_dict(swaps[0]["router"])
     if swaps[0]["selection"] == "family":
         router = dataclasses.replace(router, normalize_weights=model.config.norm_topk_prob)
-    values = {**model.config.to_dict(), "swapped_from": OlmoeForCausalLM.config_class.model_type}
-    for name in ("l2r_swap", "model_type", "architectures"):
+    values = model.config.to_dict()
+    if "router" not in values:  # else it is one of ours already
+        values["swapped_from"] = OlmoeForCausalLM.config_class.model_type
+    for name in ("l2r_swap", "router", "model_type", "architectures"):
         values.pop(name, None)
     with torch.device(model.get_input_embeddings().weight.device):
         ours = L2rOlmoeForCausalLM(L2rOlmoeConfig(**values, router=router.to_dict()))

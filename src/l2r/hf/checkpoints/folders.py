@@ -14,7 +14,6 @@ from l2r.errors import InputError, blames_input
 from l2r.files.folder import RunFolder
 from l2r.files.reading import MAX_BYTES, file_sha256, read_json, refuse_endless, refuse_pointer
 
-_HUB_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.safetensors", "README.md")
 _PICKLED = ("pytorch_model*.bin",)  # where there is nothing else; transformers reads numbers alone
 _OTHER_FORMATS = ("*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "*/*.bin")  # other formats
 # An organization or a person, and a model of theirs; huggingface_hub itself knows more rules.
@@ -58,6 +57,7 @@ _KEPT = (
     "NOTICE*",
 )
 _TEMPLATES = "additional_chat_templates"
+_HUB_FILES = (*_KEPT, "*.safetensors", "README.md")
 _REPLACED = ("config.json", "README.md", "*.index.json")  # by the new folder's own
 _UNTRUE = ("adapter_*", "trainer_state.json")  # of a folder with other weights
 # Files besides the weights that transformers builds model and tokenizer from.

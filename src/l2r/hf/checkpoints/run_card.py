@@ -13,6 +13,7 @@ from l2r.files.diagnosis import is_diagnosed, read_diagnosis
 from l2r.files.final_losses import final_losses
 from l2r.files.folder import RunFolder
 from l2r.files.shapes import files_of
+from l2r.files.wording import named_path
 from l2r.hf.models.card import CARD, is_untouched, table, write_card
 
 _ROUTING = (  # of a diagnosis, by the names of docs/diagnostics.md
@@ -132,7 +133,12 @@ def _evaluation(run: RunFolder, *, averaged: bool) -> str:
     else:
         names = {"top1": "top-1", "top5": "top-5", "ce": "cross-entropy", "images": "images"}
         rows = [(name, record[field]) for field, name in names.items() if field in record]
-        caption = "Accuracy as a share of the validation images, by `l2r eval`."
+        of = "the run's validation images"
+        if record.get("data"):
+            of = f"the images of {named_path(record['data']).name}"
+        if record.get("limit"):
+            of += f", the first {record['limit']:,} at most"
+        caption = f"Accuracy as a share of {of}, by `l2r eval`."
     return f"## Evaluation\n\n{caption}\n\n{table(rows, ('', 'value'))}" if rows else ""
 
 

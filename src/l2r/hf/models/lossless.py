@@ -18,6 +18,7 @@ from transformers.utils import is_peft_available
 
 from l2r.errors import InputError
 from l2r.files.reading import read_json
+from l2r.hf.models.opening import SOURCE, Source
 from l2r.hf.models.quantized import (
     QUANTIZATION,
     packed_method,
@@ -184,11 +185,20 @@ def _beside() -> str:
 def _source(model: PreTrainedModel) -> Path | None:
     """Return the folder that a model was loaded from, or a hub id's in the cache."""
     name = model.name_or_path
-    if not name or (Path(name) / "config.json").is_file():
-        return Path(name) if name else None
+    if not name:
+        return None
+    source = Source(*model.__dict__.get(SOURCE, (name, name, {})))
+    if source.name != name:  # renamed since
+        source = Source(name, name, {})
+    inside = source.hub.get("subfolder") or ""
+    folder = Path(source.place) / inside
+    if (folder / "config.json").is_file():
+        return folder
+    config = (Path(inside) / "config.json").as_posix()
+    cache = source.hub.get("cache_dir")
     try:
         revision = getattr(model.config, "_commit_hash", None)
-        file = try_to_load_from_cache(name, "config.json", revision=revision)
+        file = try_to_load_from_cache(source.place, config, cache_dir=cache, revision=revision)
     except HFValidationError:
         return None
     return Path(file).parent if isinstance(file, str) else None

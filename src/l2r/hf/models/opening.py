@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
@@ -121,6 +121,7 @@ def config_with_code(base: Any) -> Any:
     return type(base.__name__, (NeedsPackageAndCode, base), body)
 
 
+SOURCE = "_l2r_source"  # attribute of a model that was opened
 _OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
@@ -128,7 +129,8 @@ def check_given_config(path: Any, config: Any, options: Mapping[str, Any]) -> No
     """Compare a configuration object that is given for a folder or hub id with the one there.
 
     ``options`` are those of ``from_pretrained``. Raises ValueError where the folder is of a model
-    type of ours and the object of another, or of swaps in other layers: its routers would be drawn.
+    type of ours and the object of another, or of routers of another kind or in other layers: they
+    would be drawn, or have the weights of others.
     """
     if not isinstance(config, PreTrainedConfig) or config.name_or_path == str(path):
         return  # read there
@@ -137,7 +139,8 @@ def check_given_config(path: Any, config: Any, options: Mapping[str, Any]) -> No
         there, _ = PreTrainedConfig.get_config_dict(path, **hub)
     except (OSError, ValueError):
         return  # no config.json, of which loading goes on without
-    given = {"model_type": config.model_type, "l2r_swap": getattr(config, "l2r_swap", None)}
+    names = ("model_type", "router", "l2r_swap")
+    given = {name: getattr(config, name, None) for name in names}
     ours = str(there.get("model_type", "")).startswith("l2r_") or there.get("l2r_swap")
     if ours and _routers(there) != _routers(given):
         raise InputError(
@@ -147,6 +150,40 @@ def check_given_config(path: Any, config: Any, options: Mapping[str, Any]) -> No
         )
 
 
-def _routers(values: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-    """Model type and, of each swap, the layers."""
-    return values.get("model_type"), [swap.get("layers") for swap in values.get("l2r_swap") or ()]
+class Source(NamedTuple):
+    """Where a model was opened: the folder's whole path or the hub id, and options of the hub."""
+
+    name: str
+    place: str
+    hub: dict[str, Any]
+
+
+def source_of(path: Any, options: Mapping[str, Any]) -> Source:
+    """Note what ``from_pretrained`` is given, before the working directory changes."""
+    place = str(Path(path).absolute() if Path(path).is_dir() else path)
+    return Source(str(path), place, {n: options[n] for n in _OF_THE_HUB if n in options})
+
+
+def note_source(opened: Any, source: Source) -> None:
+    """Keep a source on the model, or the first of the tuple, that ``from_pretrained`` returned.
+
+    As a plain tuple, so that a pickled model needs none of this package.
+    """
+    model = opened[0] if isinstance(opened, tuple) else opened
+    model.__dict__[SOURCE] = tuple(source)
+
+
+def _routers(values: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Model type, kind of an own model's routers and, of each swap, layers, selection and kind."""
+    swaps = values.get("l2r_swap") or ()
+    return (
+        values.get("model_type"),
+        _kind(values),
+        [(swap.get("layers"), swap.get("selection"), _kind(swap)) for swap in swaps],
+    )
+
+
+def _kind(values: Mapping[str, Any]) -> Any:
+    """Return the kind of a ``router`` section."""
+    router = values.get("router")
+    return router.get("kind") if isinstance(router, Mapping) else None

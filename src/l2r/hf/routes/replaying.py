@@ -30,6 +30,7 @@ from l2r.hf.routes.layers import (
 from l2r.hf.routes.routes import Routes
 from l2r.hf.swap.sites import Site, modules_by_path
 from l2r.kernels.tracing import in_backward
+from l2r.routers.offload import device_of
 from l2r.routers.temporary import removing, replaced
 
 Weights = Literal["live", "recorded"]
@@ -57,7 +58,7 @@ class Replay:
         self._first_node = 0
         self._spans: list[tuple[range, RouteRows]] = []  # nodes of the graph of a call, its rows
         self._running = threading.RLock()
-        self._device = next(layers[0].sites[0].router.parameters()).device
+        self._device = device_of(layers[0].sites[0].router)
         self._forwards = {
             (site.router, "forward"): self._replaying(place, layer, site, weights)
             for place, layer in enumerate(layers)

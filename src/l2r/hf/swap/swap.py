@@ -23,8 +23,9 @@ from l2r.routers import Router, RouterConfig
 from l2r.routers.defaults import preferred_router
 
 M = TypeVar("M", bound=nn.Module)
-# Routers that a swap drew, and the ones they replaced, for ``fit_routers``; gone with the model.
-_REPLACED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+# Routers that a swap drew, the ones they replaced, for ``fit_routers``, and the changes of their
+# tensors by then; gone with the model.
+_REPLACED: WeakKeyDictionary[nn.Module, tuple[Any, int]] = WeakKeyDictionary()
 
 
 UNTRAINED_WARNING = (
@@ -90,14 +91,25 @@ def replace_routers(
         )
     sites = select_sites(model, layers)
     if config is None:
-        config = preferred_router(model, sites[0], selection=selection)
-    for site in sites:
-        router = new_router(site, config, selection)
-        # a router that was never fitted has nothing to teach
-        _REPLACED[router] = _REPLACED.get(site.router, site.router)
+        decided = [site for site in sites if site.selection.family is not None]
+        config = preferred_router(model, (decided or sites)[0], selection=selection)
+    routers = [new_router(site, config, selection) for site in sites]
+    for site, router in zip(sites, routers, strict=True):
+        _REPLACED[router] = (_teacher(site.router), _changes(router))
         place_router(model, site, router)
     record_swap(model, config, sites, selection=selection)
     return model
+
+
+def _teacher(router: nn.Module) -> nn.Module:
+    """Return a router itself, or what it replaced where nothing has trained it since."""
+    old, changes = _REPLACED.get(router, (router, 0))
+    return old if _changes(router) == changes else router
+
+
+def _changes(router: nn.Module) -> int:
+    """Count the changes of a router's parameters in place."""
+    return sum(parameter._version for parameter in router.parameters())
 
 
 def unfitted_sites(model: nn.Module) -> list[tuple[Site, Router]]:
@@ -107,7 +119,7 @@ def unfitted_sites(model: nn.Module) -> list[tuple[Site, Router]]:
     process that swapped them, nowhere else.
     """
     return [
-        (replace(site, router=_REPLACED[site.router]), site.router)
+        (replace(site, router=_REPLACED[site.router][0]), site.router)
         for site in find_sites(model)
         if site.router in _REPLACED
     ]

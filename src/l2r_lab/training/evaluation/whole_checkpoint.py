@@ -125,6 +125,8 @@ def evaluate_images(
     record = {
         "checkpoint": named_path(checkpoint).name,
         "averaged": averaged,
+        "data": data,
+        "limit": limit,
         "top1": accuracy.top1,
         "top5": accuracy.top5,
         "ce": accuracy.loss,

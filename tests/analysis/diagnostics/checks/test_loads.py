@@ -57,6 +57,22 @@ def test_as_many_different_tokens_are_needed_as_chance_asks_for():
     assert few.found == "33 different tokens are too few; 34 are needed"
 
 
+def test_layers_of_a_smaller_k_that_are_not_judged_are_named():
+    """Of 60 tokens, a layer that chooses one of 8 experts needs more to miss one by chance."""
+    model = tiny_model(FAMILIES["olmoe"])
+    ids = (torch.arange(240) % 60 + 3).view(4, 60)
+    first, second = router_sites(model)
+    second.router.top_k = 1
+    for site, pairs in ((first, FAIR), (second, [(0,), (1,)])):
+        chosen = torch.tensor(pairs).repeat(240 // len(pairs), 1)
+        site.router.register_forward_hook(
+            lambda m, a, out, k=chosen: (out[0], out[1], k) if len(out[0]) == 240 else None
+        )
+    (found,) = (f for f in check_model(model, {"input_ids": ids}) if f.check == "loads")
+    assert found.status == "ok"
+    assert "every expert gets some in layer 0 (layer 1 would need more tokens)" in found.found
+
+
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_layers_that_use_all_experts_have_no_loads_to_judge(count):
     found = loads([tuple(range(count))], num_experts=count, num_experts_per_tok=count)

@@ -81,9 +81,11 @@ def loads(subject: Subject) -> Finding:
             balances_more(subject),
         )
     peak = max(peak_load(shares) for shares in usage.values())
-    return ok(
-        f"of {tokens} different tokens every expert gets some, at most {peak:.1f} fair shares"
-    )
+    some = f"of {tokens} different tokens every expert gets some"
+    if unjudged := [site for site, count in dead.items() if count is None]:
+        judged = [site for site in dead if site not in unjudged]
+        some += f" in {in_layers(judged)} ({in_layers(unjudged)} would need more tokens)"
+    return ok(f"{some}, at most {peak:.1f} fair shares")
 
 
 def _fair(site: Site) -> float:

@@ -1,6 +1,7 @@
 """An OLMoE of ours on Hugging Face, filled from an engine's tensors or read into them."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,6 +79,27 @@ def check_sizes(config: Any, sizes: Mapping[str, Any]) -> None:
             raise InputError(
                 f"both models must have the same {name}; got {found} in the Hugging Face model "
                 f"and {value} in the engine's"
+            )
+
+
+def check_router(model: Any, config: RouterConfig, *, family: bool = False) -> None:
+    """Raise InputError where a Hugging Face model's routers compute otherwise than an engine's.
+
+    Equal tensors do not tell: l2r_dot has those of l2r_sips. ``family``: the family's selection is
+    in force in the engine, too.
+    """
+    router = next((m for m in model.modules() if isinstance(m, Router)), None)
+    if router is None:
+        return
+    theirs: Any = router.config
+    if not family and router.selection.family is not None:
+        theirs = replace(theirs, normalize_weights=router.selection.normalize)
+    own, found = config.to_dict(), theirs.to_dict()
+    for name in sorted((own.keys() | found.keys()) - {"init_std"}, key=lambda name: name != "kind"):
+        if own.get(name) != found.get(name):
+            raise InputError(
+                f"both models must have the same router; got {name}={found.get(name)} in the "
+                f"Hugging Face model and {own.get(name)} in the engine's"
             )
 
 

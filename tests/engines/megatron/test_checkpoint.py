@@ -190,13 +190,26 @@ def test_normalization_is_the_engines():
         assert_close(forward(model.eval(), ids), made(ids).logits)
 
 
-@pytest.mark.parametrize("changes", [{"router": {**SIPS, "rank": 3}}, {"moe_ffn_hidden_size": 24}])
-def test_a_model_of_other_sizes_is_refused_before_anything_is_copied(changes):
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"router": {**SIPS, "rank": 3}}, "router; got rank=3"),
+        ({"router": {**SIPS, "gamma": 2.0}}, "router; got gamma=2.0"),
+        ({"router": {**SIPS, "kind": "l2r_dot"}}, "router; got kind=l2r_dot"),
+        ({"moe_router_pre_softmax": False}, "router; got normalize_weights=True"),
+        ({"moe_ffn_hidden_size": 24}, "intermediate_size; got 24"),
+        ({"moe_router_topk": 1}, "num_experts_per_tok; got 1"),
+        ({"arguments": {"rotary_base": 500_000}}, "rope_parameters"),
+        ({"layernorm_epsilon": 1e-6}, "rms_norm_eps; got 1e-06"),
+    ],
+)
+def test_a_model_that_computes_otherwise_is_refused_before_anything_is_copied(changes, field):
+    """Most have equal tensors, and other logits."""
     model = small(SIPS)
     before = {n: p.clone() for n, p in model.named_parameters()}
     with torch.no_grad():
         other = to_hugging_face(small(**{"router": SIPS, **changes}))
-    with pytest.raises(ValueError, match="both models must have the same sizes"):
+    with pytest.raises(ValueError, match=f"both models must have the same {field}"):
         load_hugging_face(model, other)
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name]), name

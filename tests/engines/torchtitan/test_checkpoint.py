@@ -73,6 +73,16 @@ def test_without_a_bias_the_folder_selects_as_its_family(tmp_path):
     smaller = scaled(qwen3_configuration(SIPS, hidden=8))
     with pytest.raises(InputError, match="the same sizes"):
         load_hugging_face(smaller, to_hugging_face(other))
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    for field, router in (("gamma=2.0", {"gamma": 2.0}), ("kind=l2r_dot", {"kind": "l2r_dot"})):
+        source = to_hugging_face(scaled(qwen3_configuration({**SIPS, **router})))
+        with pytest.raises(InputError, match=f"the same router; got {field}"):
+            load_hugging_face(other, source)
+    source = to_hugging_face(other)
+    source.config.num_experts_per_tok += 1
+    with pytest.raises(InputError, match="the same num_experts_per_tok"):
+        load_hugging_face(other, source)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
 def test_a_model_that_trains_stays_as_it_is_and_longer_claims_are_refused():

@@ -24,7 +24,15 @@ from l2r.engines.megatron.settings import (
     rope_parameters,
     selection_rule,
 )
-from l2r.engines.olmoe_tensors import OlmoeTensors, Pair, copy_all, olmoe, router_pairs
+from l2r.engines.olmoe_tensors import (
+    OlmoeTensors,
+    Pair,
+    check_router,
+    check_sizes,
+    copy_all,
+    olmoe,
+    router_pairs,
+)
 from l2r.engines.proof import prove
 from l2r.errors import InputError
 from l2r.routers.observe import evaluating
@@ -39,21 +47,11 @@ def to_hugging_face(model: Any, **settings: Any) -> Any:
     Raises ValueError for a model that is not an OLMoE, or that the folder would not equal.
     """
     c, router = model.config, _check(model)
-    sizes = {"max_position_embeddings": model.max_sequence_length} | settings
     made = olmoe(
         selecting_as(router.l2r, selection_rule(c)),
-        vocab_size=model.embedding.word_embeddings.weight.shape[0],
-        hidden_size=c.hidden_size,
-        intermediate_size=c.moe_ffn_hidden_size,
-        num_hidden_layers=len(_layers(model)),
-        num_attention_heads=c.num_attention_heads,
-        num_key_value_heads=c.num_query_groups,
-        num_experts=c.num_moe_experts,
-        num_experts_per_tok=c.moe_router_topk,
-        rms_norm_eps=c.layernorm_epsilon,
-        rope_parameters=rope_parameters(model),
+        **_sizes(model),
         tie_word_embeddings=model.share_embeddings_and_output_weights,
-        **sizes,
+        **{"max_position_embeddings": model.max_sequence_length} | settings,
     )
     copy_all(made, model.state_dict(), partial(_pairs, model))
     made.eval()
@@ -62,6 +60,23 @@ def to_hugging_face(model: Any, **settings: Any) -> Any:
         routes = None if c.moe_router_fusion else record(model)
         prove(partial(_forward, model), made, positions=positions, record=routes)
     return made
+
+
+def _sizes(model: Any) -> dict[str, Any]:
+    """Fields of a configuration that a model of the same tensors must share."""
+    c = model.config
+    return {
+        "vocab_size": model.embedding.word_embeddings.weight.shape[0],
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.moe_ffn_hidden_size,
+        "num_hidden_layers": len(_layers(model)),
+        "num_attention_heads": c.num_attention_heads,
+        "num_key_value_heads": c.num_query_groups,
+        "num_experts": c.num_moe_experts,
+        "num_experts_per_tok": c.moe_router_topk,
+        "rms_norm_eps": c.layernorm_epsilon,
+        "rope_parameters": rope_parameters(model),
+    }
 
 
 def without_export(model: Any) -> list[str]:
@@ -84,8 +99,13 @@ def _forward(model: Any, ids: Tensor) -> Tensor:
 
 
 def load_hugging_face(model: Any, source: Any) -> None:
-    """Fill a model of one rank from a Hugging Face model of the same sizes."""
-    _check(model)
+    """Fill a model of one rank from a Hugging Face model of the same sizes and routers.
+
+    Raises ValueError, before anything is copied, where they differ.
+    """
+    router = _check(model)
+    check_sizes(source.config, _sizes(model))
+    check_router(source, selecting_as(router.l2r, selection_rule(model.config)))
     copy_all(source, model.state_dict(), partial(_pairs, model), to_engine=True)
 
 

@@ -30,6 +30,7 @@ from l2r.engines.olmo_core.settings import (
 from l2r.engines.olmoe_tensors import (
     OlmoeTensors,
     Pair,
+    check_router,
     check_sizes,
     copy_all,
     olmoe,
@@ -112,8 +113,10 @@ def load_hugging_face(model: Any, source: Any) -> None:
     router = blocks_of(model)[0].feed_forward_moe.router
 
     def copy() -> None:
-        if source.config.model_type == "olmoe":  # routers of ours say it themselves
+        if source.config.model_type == "olmoe":
             sizes["norm_topk_prob"] = router.normalize_expert_weights is not None
+        else:  # routers of ours say it themselves
+            check_router(source, router_config(router))
         check_sizes(source.config, sizes)
         copy_all(source, state, partial(_pairs, model), to_engine=True)
 

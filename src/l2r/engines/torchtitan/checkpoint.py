@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from l2r.engines.engine import own_stream, require, selecting_as
+from l2r.engines.olmoe_tensors import check_router, check_sizes
 from l2r.engines.proof import ask, compare, on_first_rank
 from l2r.engines.torchtitan import L2RGate, plug_of
 from l2r.engines.torchtitan.fields import rule, settings, without_export
@@ -162,7 +163,7 @@ def to_hugging_face(model: Any, **changes: Any) -> Any:
 def load_hugging_face(model: Any, source: Any) -> None:
     """Fill a torchtitan model, sharded or not, from a Hugging Face model of the same sizes.
 
-    Raises InputError for a setting that has no export, and for other sizes.
+    Raises InputError for a setting that has no export, and for other sizes, settings or routers.
     """
     adapter = L2RQwen3StateDictAdapter(model.config, None)
     for line in adapter.without_export():
@@ -177,6 +178,11 @@ def load_hugging_face(model: Any, source: Any) -> None:
     missing = sorted(own.keys() - state.keys())
     if missing:
         raise InputError(f"the Hugging Face model must hold {missing[0]}; it does not")
+    wanted = settings(model.config)
+    del wanted["max_position_embeddings"]  # of the rotary cache; the folder may claim fewer
+    check_sizes(source.config, wanted)
+    router, selection = selected(model.config)
+    check_router(source, router, family=selection == "family")
     model.load_state_dict(state)
 
 

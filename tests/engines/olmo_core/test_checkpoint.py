@@ -146,6 +146,17 @@ def test_a_stock_olmoe_of_other_settings_is_refused_before_anything_is_copied(fi
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("other", [{**SIPS, "kind": "l2r_dot"}, {**SIPS, "gamma": 2.0}])
+def test_routers_that_score_otherwise_are_refused_before_anything_is_copied(other):
+    """Their tensors are equal."""
+    _, model = small(SIPS)
+    source = to_hugging_face(small(other)[1], max_position_embeddings=64)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(InputError, match="both models must have the same router; got "):
+        load_hugging_face(model, source)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_experts_with_a_capacity_are_stored_the_other_way_round():
     """OLMo-core keeps them [N D, F] for its batched product."""
     _, model = small({"kind": "linear"}, dropless=False)

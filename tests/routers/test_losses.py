@@ -45,7 +45,7 @@ def sequence_by_hand(logits, k, gate, documents):
     scores = GATES[gate](z)
     affinities = scores / scores.sum(-1, keepdim=True)
     experts = z.shape[1]
-    indices = z.sort(-1, descending=True, stable=True).indices[:, :k]
+    indices = z.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     for tokens in documents:
         counts = torch.bincount(indices[tokens].flatten(), minlength=experts).double()
         f = experts / (k * len(tokens)) * counts

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from l2r.errors import InputError
 from l2r.hf.routes import (
@@ -154,7 +155,9 @@ def _refuse_packed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise ValueError for rows with several documents, whose routes are sequences of their own."""
     packed = [name for name in _LENGTHS if kwargs.get(name) is not None]
     for given in (*args[1:2], *(kwargs.get(name) for name in _POSITIONS)):
-        are_numbers = isinstance(given, Tensor) and given.ndim == 2 and given.dtype in _INTEGERS
+        if not isinstance(given, Tensor) or isinstance(given, DTensor):
+            continue
+        are_numbers = given.ndim == 2 and given.dtype in _INTEGERS
         if are_numbers and bool(((given[:, :-1] > 0) & (given[:, 1:] == 0)).any()):
             packed.append("positions that start again")  # 0 behind 0 is padding
     if packed:

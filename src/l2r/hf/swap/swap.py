@@ -108,8 +108,8 @@ def _teacher(router: nn.Module) -> nn.Module:
 
 
 def _changes(router: nn.Module) -> int:
-    """Count the changes of a router's parameters in place."""
-    return sum(parameter._version for parameter in router.parameters())
+    """Count the changes of a router's parameters in place; those of inference mode keep no count."""
+    return sum(p._version for p in router.parameters() if not p.is_inference())
 
 
 def unfitted_sites(model: nn.Module) -> list[tuple[Site, Router]]:

@@ -108,7 +108,7 @@ def _teacher(router: nn.Module) -> nn.Module:
 
 
 def _changes(router: nn.Module) -> int:
-    """Count the changes of a router's parameters in place; those of inference mode keep no count."""
+    """Count the changes of a router's parameters in place, which inference mode does not count."""
     return sum(p._version for p in router.parameters() if not p.is_inference())
 
 

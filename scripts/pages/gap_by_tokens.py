@@ -106,7 +106,7 @@ def figure(studies: Sequence[Study] = STUDIES) -> go.Figure:
     chart.add_annotation(x=1.5, y=-0.06, text="↓ L2R is better", **words)
     chart.add_annotation(
         x=3.95, y=end.mean, xanchor="right", yanchor="bottom", showarrow=False, align="right",
-        text=f"<b>256 experts: {end.mean:+.3f}</b><br>{end_seeds} of 16 seeds",
+        text=f"<b>256 experts: {end.mean:+.3f}</b><br>{end_seeds} seeds",
         font={"size": 14, "color": COLORS["256"]},
     )  # fmt: skip
     chart.update_xaxes(title_text="tokens seen, millions", range=[0, 4.35], dtick=1)

@@ -23,13 +23,19 @@ from l2r_lab.stats.paired_t import estimate, holm
 from l2r_lab.studies.registration import parse_plan
 from scripts.pages.marks import with_section
 from scripts.pages.needed_rank import MARGIN, RANKS, SEEDS, THOUSAND
-from scripts.pages.routers_by_experts import ROOT, STORED, router_times
+from scripts.pages.routers_by_experts import (
+    ROOT,
+    STORED,
+    difference,
+    router_times,
+    study_in_results,
+)
 
 README, EVIDENCE = ROOT / "README.md", ROOT / "docs" / "evidence.md"
 SECTION = "L2R by experts"
 HEAD = (
     "| experts | tokens | seeds | settings searched | L2R - linear | L2R - X-MoE "
-    "| tokens that bf16 changes: L2R, linear, X-MoE | parameters | time | state |\n"
+    "| tokens that bf16 changes: L2R, linear, X-MoE | parameters | time | verdict |\n"
     "|---|---|---|---|---|---|---|---|---|---|\n"
 )
 LOSS, FLIPS = "validation_ce", "flipped_tokens"
@@ -47,7 +53,6 @@ class Row(NamedTuple):
     xmoe: str | None
     experts: str
     searched: str
-    state: str
     time: tuple[str, str] | None
 
 
@@ -55,28 +60,27 @@ _FIELD, _NUMBER = re.compile(r"{[^}]*}"), r"[-+]?\d+(?:\.\d+)?"
 BEST = ("l2r-best", "linear-best")
 PLAIN = ("l2r", "linear")
 ROWS = (
-    Row("decision", *BEST, "xmoe-best", "16", "15 each", "closed", ("decision", "l2r-best")),
+    Row("decision", *BEST, "xmoe-best", "16", "15 each", ("decision", "l2r-best")),
     Row(
-        "width-256", *BEST, None, "16, width 256", "those of 16", "closed",
-        ("width-256", "l2r-best"),
+        "width-256", *BEST, None, "16, width 256", "those of 16", ("width-256", "l2r-best"),
     ),
-    Row("experts-64", *BEST, None, "64", "those of 16", "closed", ("experts-64", BEST[0])),
-    Row("experts-64-width-256", *BEST, None, "64, width 256", "those of 16", "ended", None),
-    Row("ranked-64", *PLAIN, "xmoe", "64", "5 each", "closed", ("ranked-64", "l2r")),
+    Row("experts-64", *BEST, None, "64", "those of 16", ("experts-64", BEST[0])),
+    Row("experts-64-width-256", *BEST, None, "64, width 256", "those of 16", None),
+    Row("ranked-64", *PLAIN, "xmoe", "64", "5 each", ("ranked-64", "l2r")),
     Row(
-        "rank-8-of-256", *PLAIN, "xmoe", "256", "10, L2R 5", "closed", ("rank-8-of-256", "l2r"),
+        "rank-8-of-256", *PLAIN, "xmoe", "256, rank 8", "10, L2R 5", ("rank-8-of-256", "l2r"),
     ),
     Row(
-        "transfer", *PLAIN, "xmoe", "256, other text, width 256", "those of 256", "closed",
+        "transfer", *PLAIN, "xmoe", "256, rank 8, other text, width 256", "those of 256",
         ("transfer", "l2r"),
     ),
     Row(
-        "tokens-256", "l2r-4m", "linear-4m", None, "256", "those of 256",
-        "closed", ("rank-8-of-256", "l2r"),
+        "tokens-256", "l2r-4m", "linear-4m", None, "256, rank 8", "those of 256",
+        ("rank-8-of-256", "l2r"),
     ),
-    Row("experts-1024", *PLAIN, "xmoe", "1,024, rank 8", "none", "closed", ("experts-1024", "l2r")),
+    Row("experts-1024", *PLAIN, "xmoe", "1,024, rank 8", "none", ("experts-1024", "l2r")),
     Row(
-        "ranked-1024", *PLAIN, "xmoe", "1,024, rank 32", "5 each", "closed", ("ranked-1024", "l2r"),
+        "ranked-1024", *PLAIN, "xmoe", "1,024, rank 32", "5 each", ("ranked-1024", "l2r"),
     ),
 )  # fmt: skip
 
@@ -126,8 +130,8 @@ def tuned_pool() -> list[float]:
     return [gap for study in studies for gap in gaps(study, *BEST)]
 
 
-def late_gap(study: str, part: int, parts: int = 4, arms: Sequence[str] = PLAIN) -> list[float]:
-    """Gap of L2R to linear in training CE over a part of the runs, by seed."""
+def late_gap(study: str, arms: Sequence[str], part: int, parts: int = 4) -> list[float]:
+    """Gap of the first arm to the second in training CE over a part of the runs, by seed."""
     by_arm = [runs(study)[arm] for arm in arms]
     found = []
     for seed in sorted(set(by_arm[0]) & set(by_arm[1])):
@@ -188,9 +192,18 @@ def _line(row: Row) -> str:
         ", ".join(filter(None, flips)),
         f"{sizes[0] / sizes[1]:.2f}" if sizes[0] and sizes[1] else "",
         "" if row.time is None else router_times()[row.time],
-        row.state,
+        _verdict(row),
     )
     return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|\n"
+
+
+def _verdict(row: Row) -> str:
+    """Verdict on L2R - linear by the plan's rule; "none" where there is none."""
+    study = study_in_results(row.study)
+    said = difference(study, row.l2r, row.linear)[1]
+    if said.startswith(("better", "worse", "equivalent")):
+        return f"**{said}**"
+    return "none, ended" if study.ended else "none"
 
 
 def _with_ends(differences: Sequence[float]) -> str:
@@ -261,7 +274,7 @@ def _of_losses() -> Iterator[Claim]:
     change = [b - a for a, b in zip(short, long, strict=True)]
     yield Claim("a change of {:+.3f} [{:+.3f}, {:+.3f}]", ends(change))
     arms = [f"{arm}-4m" for arm in PLAIN]
-    parts = [late_gap("tokens-256", part, arms=arms) for part in range(4)]
+    parts = [late_gap("tokens-256", arms, part) for part in range(4)]
     yield Claim(
         "By quarters of the runs it is {:+.3f}, {:+.3f}, {:+.3f} and {:+.3f} in training CE",
         tuple(map(fmean, parts)),
@@ -270,7 +283,7 @@ def _of_losses() -> Iterator[Claim]:
     yield Claim("it still grows by {:.3f} [{:.3f}, {:.3f}] from the third", late)
     yield Claim("for each length, {:.0f} seeds as registered", (len(long),))
     own, base = long_runs("bf16_flips")
-    yield Claim("which are {:.0f}% fewer", (100 * (1 - own / base),))
+    yield Claim("a third fewer flips (they are {:.0f}% fewer)", (100 * (1 - own / base),))
 
 
 def _of_flips() -> Iterator[Claim]:
@@ -285,7 +298,7 @@ def _of_flips() -> Iterator[Claim]:
         max(abs(end) for one in changes for end in one),
     )
     yield Claim(
-        "the mean CE changes by {:.4f} nats at most, and no end of an interval lies beyond {:.4f}",
+        "the mean CE changes by {:.5f} nats at most, and no end of an interval lies beyond {:.5f}",
         largest,
     )
     rise = ends(values("tokens-256", "l2r-4m", "bf16_ce_change"))
@@ -326,7 +339,7 @@ def _of_rivals() -> Iterator[Claim]:
     yield Claim("with 16 experts it is {:.3f} below [{:.3f}, {:.3f}]", ends(narrow))
     plain = ends(gaps("rank-8-of-256", "low-rank", "linear"))
     behind = "matrices of rank 8 are {:.3f} nats behind linear [{:.3f}, {:.3f}]"
-    yield Claim(f"Two plain {behind}", plain)
+    yield Claim(f"two plain {behind}", plain)
     keys = gaps("rivals-256", "product-keys-16", "linear")
     yield Claim("product keys {:.3f} [{:.3f}, {:.3f}]", ends(keys))
     better = gaps("parts-256", "sips", "rank-32") + gaps("transfer", "l2r", "l2r-rank-32")
@@ -364,7 +377,8 @@ def _of_limits() -> Iterator[Claim]:
     best = [needed(losses, min(losses.values())) for losses in ranks.values()]
     said = [needed(losses, losses[64]) for losses in ranks.values()]
     four = "{:.0f}, {:.0f}, {:.0f} and {:.0f}"
-    yield Claim(f"experts need {four}, not {four}", (*best, *said))
+    yield Claim(f"and gave ranks {four}", tuple(said))
+    yield Claim(f"of the best rank they need {four}", tuple(best))
     kept = [p <= 0.05 for p in adjusted().values()]
     yield Claim("over all {:.0f} primary contrasts keeps {:.0f}", (len(kept), sum(kept)))
     overlap = "relative_topk_overlap"

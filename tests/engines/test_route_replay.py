@@ -80,6 +80,7 @@ def adapted():
     return get_peft_model(stock(), LoraConfig(target_modules=["q_proj"]))
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("make", [ours, stock, adapted])
 @pytest.mark.parametrize("sampler", [None, "bf16"])
 def test_the_loss_takes_the_sampled_experts_row_by_row(make, sampler):

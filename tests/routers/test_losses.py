@@ -164,7 +164,7 @@ def test_rows_without_masks_and_positions_are_documents_where_labels_or_inputs_s
     found = router_losses(captured, balance=1, balance_scope="sequence")
     ((output,),) = captured.outputs.values()
     rows = [list(range(12)), list(range(12, 24))]
-    wanted = sequence_by_hand(output.logits, output.indices, "sigmoid", rows)
+    wanted = sequence_by_hand(output.logits, output.indices.shape[1], "sigmoid", rows)
     assert float(found.balance) == pytest.approx(wanted, rel=1e-5)
 
 
@@ -373,10 +373,10 @@ def test_layers_of_different_experts_and_k_have_the_mean_of_their_losses(order):
     found = router_losses(captured, balance=1, z=1, margin=1, z_variant="olmoe")
     for name, each in (
         ("balance", [balance_by_hand(o.logits, o.indices, slice(None)) for o in outputs]),
-        ("z", [float(o.logits.logsumexp(-1).square().mean()) / o.indices.shape[1]
+        ("z", [o.logits.logsumexp(-1).square().mean().item() / o.indices.shape[1]
                for o in outputs]),
     ):  # fmt: skip
-        assert float(getattr(found, name)) == pytest.approx(sum(each) / 2, rel=1e-5)
+        assert getattr(found, name).item() == pytest.approx(sum(each) / 2, rel=1e-5)
 
 
 def test_a_configuration_that_is_a_dict_holds_no_other():

@@ -85,8 +85,8 @@ def check_sizes(config: Any, sizes: Mapping[str, Any]) -> None:
 def check_router(model: Any, config: RouterConfig, *, family: bool = False) -> None:
     """Raise InputError where a Hugging Face model's routers compute otherwise than an engine's.
 
-    Equal tensors do not tell: l2r_dot has those of l2r_sips. ``family``: the family's selection is
-    in force in the engine, too.
+    Equal tensors do not tell: l2r_dot has those of l2r_sips. A selection bias is a tensor.
+    ``family``: the family's selection is in force in the engine, too.
     """
     router = next((m for m in model.modules() if isinstance(m, Router)), None)
     if router is None:
@@ -95,7 +95,8 @@ def check_router(model: Any, config: RouterConfig, *, family: bool = False) -> N
     if not family and router.selection.family is not None:
         theirs = replace(theirs, normalize_weights=router.selection.normalize)
     own, found = config.to_dict(), theirs.to_dict()
-    for name in sorted((own.keys() | found.keys()) - {"init_std"}, key=lambda name: name != "kind"):
+    names = (own.keys() | found.keys()) - {"init_std", "selection_bias"}
+    for name in sorted(names, key=lambda name: name != "kind"):
         if own.get(name) != found.get(name):
             raise InputError(
                 f"both models must have the same router; got {name}={found.get(name)} in the "

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from l2r_lab.training.claim import differing_fields as differing_fields
     from l2r_lab.training.claim import has_recipe as has_recipe
     from l2r_lab.training.claim import recipe_meaning as recipe_meaning
+    from l2r_lab.training.claim import resumed as resumed
     from l2r_lab.training.claim import stop_on_signals as stop_on_signals
     from l2r_lab.training.loop import train as train
     from l2r_lab.training.monitor import progress_bar as progress_bar

@@ -121,7 +121,7 @@ def test_a_hub_id_gives_the_weights_of_its_revision_and_no_code(hub):
 
 def test_a_license_and_files_beside_the_weights_come_along(hub, l2r):
     """What a copy of a folder here keeps, a copy of a hub id keeps too."""
-    beside = ("LICENSE", "NOTICE.md", "vocab.bpe", "recipe.yaml", "tokenizer.model")
+    beside = ("LICENSE", "NOTICE.md", "vocab.bpe", "recipe.yaml")
     for name in beside:
         (hub.folders[COMMIT] / name).write_text(name)
     (hub.folders[COMMIT] / "training_args.bin").write_text("pickled")

@@ -455,8 +455,8 @@ def test_hours_go_on_where_runs_were_begun_before(tmp_path, monkeypatch, begun):
     plan, said = registered(), []
     places = StudyPlaces(tmp_path / "small", tmp_path / "runs" / "small")
     every = [result.rounded() for result in made_up(plan, 2, values())]
-    for result in every[:begun]:
-        result.facts["seconds"] = None
+    untimed = {**every[0].facts, "seconds": None}
+    every[:begun] = [dataclasses.replace(result, facts=untimed) for result in every[:begun]]
 
     def run(command, processes, threads):
         done = len(places.measured())

@@ -46,6 +46,8 @@ class LinearBounds:
             above = logits.amax(dim=1, keepdim=True) - logits.gather(1, chosen)
             room = (_UNDERFLOW - above) / apart.max().clamp_min(1e-300)
             limit = torch.cat([limit, room], dim=1)
+        if form.sizes is not None:
+            limit = torch.cat([limit, form.sizes.room(x)[:, None]], dim=1)
         both = rounding.gather(1, chosen)[:, :, None] + rounding[:, None, :]
         return cls(both, slopes[chosen], limit.amin(dim=1).clamp_min(0))
 

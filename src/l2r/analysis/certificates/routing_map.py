@@ -5,6 +5,7 @@ Shape letters: T tokens, D hidden size, R rank, N experts, H anchors per expert.
 
 import dataclasses
 import functools
+import math
 
 import torch
 from jaxtyping import Float
@@ -24,12 +25,29 @@ _EXP = 8  # roundings of a probability besides those of its logit
 
 
 @dataclasses.dataclass(frozen=True)
+class QuerySizes:
+    """Range of |q|, q = matrix x, or x itself where there is no matrix [R, D]."""
+
+    matrix: Tensor | None
+    low: float = -math.inf
+    high: float = math.inf
+
+    def room(self, x: Float[Tensor, "T D"]) -> Float[Tensor, " T"]:
+        """Radius around each x in which |q| stays inside; below 0 where it is not."""
+        wide = x.double()
+        query = wide if self.matrix is None else wide @ self.matrix.T
+        rho = torch.linalg.vector_norm(query, dim=-1)
+        length = 1.0 if self.matrix is None else torch.linalg.matrix_norm(self.matrix, ord=2)
+        return torch.minimum(self.high - rho, rho - self.low) / length
+
+
+@dataclasses.dataclass(frozen=True)
 class LinearMap:
     """A router whose order of experts is that of weight x + bias, [N, D] and [N].
 
     So is every router here with one anchor per expert: cosine and SIPS multiply the scores
-    m_i . W_q x of a token by one positive number (phi(|q|) / |q|), and so does RMSNorm. Not where
-    BatchNorm of |q| lets phi round to 0.
+    m_i . W_q x of a token by one positive number (phi(|q|) / |q|), and so does RMSNorm. ``sizes``:
+    those of a query at which that number does not round to 0.
     reach, bias_reach: what weight and bias are where all that the router adds up to them is
     positive; no rounding of its sums is larger than steps * unit * (reach |x| + bias_reach).
     """
@@ -40,6 +58,7 @@ class LinearMap:
     bias_reach: Float[Tensor, " N"]
     steps: int
     arithmetic: Arithmetic = IDEAL
+    sizes: QuerySizes | None = None
 
     @property
     def num_experts(self) -> int:
@@ -178,11 +197,10 @@ def _(router: XMoERouter) -> RoutingMap:
 
 @routing_map.register
 def _(router: LinearSipsRouter) -> RoutingMap:
-    if _vanishes(router):
-        raise InputError("BatchNorm lets all logits of a token be 0; no certificate is known")
     anchors = scoring_anchors(router)[:, 0]  # whose own norms are sums of D squares
     weight = anchors if router.norm is None else anchors * _wide(router.norm.weight)
-    return dataclasses.replace(_linear(weight), steps=2 * router.hidden_size + STEPS)
+    steps, sizes = 2 * router.hidden_size + STEPS, sizes_with_order(router, None)
+    return dataclasses.replace(_linear(weight), steps=steps, sizes=sizes)
 
 
 @routing_map.register
@@ -191,8 +209,9 @@ def _(router: L2RRouter) -> RoutingMap:
     if router.norm is not None:
         matrix = matrix * _wide(router.norm.weight)
     anchors = scoring_anchors(router)
-    if anchors.shape[1] == 1 and not _vanishes(router):
-        return _linear(matrix, rows=anchors[:, 0])
+    if anchors.shape[1] == 1:
+        form = _linear(matrix, rows=anchors[:, 0])
+        return dataclasses.replace(form, sizes=sizes_with_order(router, matrix))
     config = router.config
     eps, dropped = None if router.norm is None else config.norm_eps, None
     if config.scoring == "cosine":
@@ -224,12 +243,18 @@ def radial_of(router: AnchorRouter) -> Radial:
     return forms[config.scoring]
 
 
-def _vanishes(router: AnchorRouter) -> bool:
-    """Say whether phi rounds to 0 for some size of a query, all logits being equal then."""
+def sizes_with_order(router: AnchorRouter, matrix: Tensor | None) -> QuerySizes | None:
+    """Sizes of a query at which phi does not round to 0, all logits being equal then; None: all.
+
+    BatchNorm of |q| alone makes others possible. ``matrix`` as in ``QuerySizes``.
+    """
     radial = radial_of(router)
     if not isinstance(radial, Saturated) or radial.beta < 1:
-        return False
-    return radial.scale < 0 or radial.shift < -_SATURATED
+        return None
+    edge = -(_SATURATED + radial.shift)  # of scale times |q|
+    if radial.scale < 0:
+        return QuerySizes(matrix, high=edge / radial.scale)
+    return QuerySizes(matrix, low=edge / radial.scale) if edge > 0 and radial.scale else None
 
 
 def _linear(weight: Tensor, bias: Tensor | None = None, rows: Tensor | None = None) -> LinearMap:

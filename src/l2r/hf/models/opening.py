@@ -151,7 +151,7 @@ def check_given_config(path: Any, config: Any, options: Mapping[str, Any]) -> No
 
 
 class Source(NamedTuple):
-    """Where a model was opened: the folder's whole path or the hub id, and options of the hub."""
+    """Place where a model was opened: a folder's whole path or a hub id, and options of the hub."""
 
     name: str
     place: str

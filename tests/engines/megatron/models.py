@@ -51,6 +51,7 @@ def one_rank(folder):
 
 
 def configuration(**changes):
+    _tracked().clear()  # entries are as long as the model was deep that made them
     fields = {
         "num_layers": LAYERS,
         "hidden_size": WIDTH,
@@ -109,20 +110,25 @@ def scale(model):
     return model
 
 
-def logged_losses():
-    """Losses that the routers logged since the last call, by name, one entry a layer."""
+def _tracked():
+    """Megatron's entries by the name of a loss."""
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:  # before 0.18
         from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-        found = {n: entry["values"] for n, entry in get_moe_layer_wise_logging_tracker().items()}
-    else:
-        found = {n: entry.values for n, entry in get_moe_metrics_tracker().metrics.items()}
-    copies = {name: values.clone() for name, values in found.items()}
-    for values in found.values():
-        values.zero_()
-    return copies
+        return get_moe_layer_wise_logging_tracker()
+    return get_moe_metrics_tracker().metrics
+
+
+def logged_losses():
+    """Losses that the routers logged since the last call, by name, one entry a layer."""
+    entries = _tracked().items()
+    found = {
+        n: entry["values"] if isinstance(entry, dict) else entry.values for n, entry in entries
+    }
+    _tracked().clear()
+    return found
 
 
 def forward(model, ids):

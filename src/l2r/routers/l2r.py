@@ -130,8 +130,9 @@ class L2RConfig(AnchorConfig):
         SIPS, gamma 4, weights normalized; found for language and without a z-loss. Four numbers of
         experts were tried. 16: rank 8 with 4 anchors (the best of 15 settings in ``screen``).
         64: rank 16 with 1 anchor (the best of five on two seeds of ``needed-rank``). 256: rank 8
-        with 1 anchor (``rank-8-of-256``, ``transfer``). 1,024: rank 32 with 1 anchor
-        (``experts-1024``, where rank 8 was worse than a linear router). No other number was tried:
+        with 1 anchor (``rank-8-of-256``, ``transfer``; worse than a linear router after 4.1M tokens
+        in ``tokens-256``). 1,024: rank 32 with 1 anchor (``experts-1024``, where rank 8 was worse
+        than a linear router). No other number was tried:
         below 16 it takes the setting of 16, above 1,024 that of 1,024, and between two tried
         numbers one anchor and the larger rank of the two, so that 17 to 255 experts have rank 16
         and 257 to 1,023 rank 32. The rank is at most ``hidden_size``; with ``top_k`` 1 weights are

@@ -262,6 +262,20 @@ def test_only_the_newest_files_of_bugs_are_kept(l2r, cache, broken):
     assert len(kept) == 20 and kept[0] == "20200101-000011-1.txt" and kept[-1] in line
 
 
+def test_without_a_home_commands_and_reports_work_as_elsewhere(l2r, cache, broken, monkeypatch):
+    """As in a container whose user has no entry: expanduser has nothing to put for ~."""
+
+    def nobody(*of):
+        raise KeyError(of)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert l2r("--version").code == 0
+    assert "must be a file or a folder that exists" in l2r("diagnose", "x", "--data=~/y").refusal()
+    broken("l2r.routers.count:router_parameters", key_error)
+    assert str(cache) in l2r("params").bug()
+
+
 def test_where_no_file_can_be_written_the_traceback_is_printed(l2r, tmp_path, broken, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("L2R_CACHE", str(tmp_path / "file"))

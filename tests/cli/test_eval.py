@@ -236,8 +236,10 @@ def test_two_checkpoints_are_compared_on_text_in_bits_where_tokens_differ(
         (["--data", "a.txt", "--length", "4", "--stride", "4"], "stride must lie between 1 and 3"),
         (["--data", "a.txt", "--limit", "0"], "limit must be >= 1"),
         (["--data", "a.txt", "--batch-size", "0"], "--batch-size must be >= 1"),
-        (["--data", "empty.jsonl"], "text must not be empty; got empty.jsonl"),
-        (["--text", ""], "text must not be empty"),
+        (["--data", "empty.jsonl"], "--data must not be empty; got empty.jsonl"),
+        (["--data", "latin1.txt"], "--data latin1.txt must be UTF-8; it has byte 0xe9 at 3"),
+        (["--data", "none"], "--data folder none must hold text files"),
+        (["--text", ""], "--text must not be empty"),
         (["--text", "a cat", "--data", "a.txt"], "--text must be given without --data"),
         (["--data", "digits"], "--data must be text for a language model; got digits"),
     ],
@@ -246,6 +248,8 @@ def test_what_does_not_fit_text_is_one_line(
     l2r, checkpoint, text, monkeypatch, arguments, message, tmp_path
 ):
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "none").mkdir()
     monkeypatch.chdir(tmp_path)
     assert message in l2r("eval", checkpoint, *arguments).refusal()
 

@@ -253,3 +253,16 @@ def test_fake_tensors_are_never_read(unchecked: None) -> None:
         output = router(mode.from_tensor(torch.randn(5, 12)))
     assert output.logits.shape == (5, 6)
     assert output.indices.dtype == torch.int64
+
+
+@pytest.mark.filterwarnings("ignore")  # of a trace, which fixes what depends on the input
+@pytest.mark.parametrize("name", ["cpu", "plain"])
+def test_a_trace_of_torch_jit_has_the_operation_in_it(name: str, unchecked: None) -> None:
+    """Not the memory that a kernel filled unseen while it was made."""
+    router = build_router("l2r_sips", hidden_size=16, num_experts=8, top_k=2).eval()
+    first, second = torch.randn(2, 5, 16)
+    with implementation(name), torch.no_grad():
+        traced = torch.jit.trace(router, first, check_trace=False)
+        for x in (first, second):
+            for found, expected in zip(traced(x), router(x), strict=True):
+                assert torch.equal(found, expected)

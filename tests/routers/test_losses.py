@@ -385,3 +385,31 @@ def test_a_configuration_that_is_a_dict_holds_no_other():
     model.config = {"hidden": 64}
     with OwnLossWeights(object(), model).off():
         assert model.config == {"hidden": 64}
+
+
+def test_counting_leaves_running_statistics_as_they_were():
+    """BatchNorm of |q| moves in a training forward, with gradients or without."""
+    sizes = {"hidden_size": 8, "num_experts": 4, "top_k": 2}
+    router = build_router("l2r_sips", **sizes, query_norm="batchnorm").train()
+    model = nn.Sequential(router)
+    before = {name: value.clone() for name, value in router.named_buffers()}
+    with torch.no_grad(), step_loads(model) as loads:
+        router(torch.randn(20, 8))
+    assert loads.counts and before
+    for name, value in router.named_buffers():
+        assert torch.equal(value, before[name]), name
+
+
+def test_loads_of_another_variant_or_scope_are_refused():
+    """The first choice counts for tutel, all k for others: the loss would be k times too large."""
+    model = nn.Sequential(build_router("linear", hidden_size=8, num_experts=4, top_k=2))
+    x = torch.randn(20, 8)
+    for first, variant in ((False, "tutel"), (True, "paper")):
+        with torch.no_grad(), step_loads(model, first_choice=first) as loads:
+            model(x)
+        with capture(model) as captured:
+            model(x)
+        with pytest.raises(ValueError, match=f"got first_choice={first} and '{variant}'"):
+            router_losses(captured, balance_variant=variant, balance_scope="step", loads=loads)
+        with pytest.raises(ValueError, match="loads are for balance_scope='step'; got"):
+            router_losses(captured, loads=loads)

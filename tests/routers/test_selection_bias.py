@@ -131,3 +131,11 @@ def test_sigmoid_scores_can_start_equally_large_at_any_width():
     router = build_router("sigmoid", hidden_size=400, num_experts=64, top_k=2, init_std=None)
     deviation = router.weight.std().item()
     assert deviation == pytest.approx(400**-0.5, rel=0.014 + 5 / (2 * 64 * 400) ** 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_bias_in_which_updates_are_lost_is_refused(dtype):
+    """0.5 + 0.001 is 0.5 in bfloat16."""
+    bias = torch.full((4,), 0.5, dtype=dtype)
+    with pytest.raises(ValueError, match="bias must be float32 or wider"):
+        update_selection_bias(bias, torch.tensor([4, 0, 2, 2]))

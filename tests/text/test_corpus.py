@@ -191,7 +191,7 @@ def test_a_missing_or_empty_folder_is_named(tmp_path, make):
     folder = tmp_path / "nothing"
     if make:
         folder.mkdir()
-    with pytest.raises(ValueError, match=f"text folder .*{folder}"):
+    with pytest.raises(ValueError, match=f"data folder .*{folder}"):
         build_corpus(options(folder), cache=tmp_path / "cache")
 
 

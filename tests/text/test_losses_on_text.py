@@ -291,6 +291,23 @@ def test_a_killed_evaluation_resumes_and_a_finished_one_loads_no_weights(
         score(checkpoint, [files], tmp_path / "whole")
 
 
+def test_two_evaluations_at_once_count_every_document_once(
+    checkpoint, files, tmp_path, monkeypatch
+):
+    """Both append to one file: what is not the next document of the text is scored again."""
+    whole, _ = score(checkpoint, [files], tmp_path)
+    (kept,) = (tmp_path / "out" / "evaluation").glob("*.jsonl")
+    head, *lines = kept.read_text().splitlines()
+    twice = [*lines, *lines]
+    mixed = [line for line in lines for _ in range(2)]
+    for order in (twice, mixed, lines[1:], [*lines[:1], *lines[2:]]):
+        kept.write_text("\n".join([head, *order, ""]))
+        assert score(checkpoint, [files], tmp_path)[0] == whole
+    kept.write_text("\n".join([head, *twice, ""]))
+    monkeypatch.setattr(text_module, "load_pretrained", None)
+    assert score(checkpoint, [files], tmp_path)[0] == whole
+
+
 @pytest.mark.parametrize("linked", ["evaluation", "documents"])
 def test_nothing_is_written_through_a_link(checkpoint, files, tmp_path, monkeypatch, linked):
     """A stranger's folder may have one to anywhere, before or while documents are scored."""

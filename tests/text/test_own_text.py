@@ -9,7 +9,7 @@ from l2r.text.corpus import CorpusOptions, build_corpus
 from l2r.text.held_out import split_files
 from l2r.text.manifest import read_manifest
 from l2r.text.shards import open_shard, read_numbered
-from l2r.text.sources import text_documents
+from l2r.text.sources import domain_files, folder_files, text_documents
 from l2r.text.tokenizer import load_tokenizer
 from l2r.text.tokens import read_documents
 from l2r_lab.training.data.listing import folder_listing
@@ -117,11 +117,11 @@ def test_text_that_is_not_utf8_is_named_with_its_remedy(encoding, name, tmp_path
     data, message = ENCODED[encoding]
     (tmp_path / "a.txt").write_text("plain caf\u00e9", encoding="utf-8")
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(ValueError, match=f"text .*{name} must be UTF-8; it has {message}"):
+    with pytest.raises(ValueError, match=f"data .*{name} must be UTF-8; it has {message}"):
         list(text_documents(tmp_path / name))
     if name == "b.txt":  # two files of one shard: the file is named, not the shard
         stream = open_shard(str(tmp_path / "*.txt"))
-        with pytest.raises(ValueError, match=f"text .*b.txt must be UTF-8; it has {message}"):
+        with pytest.raises(ValueError, match=f"data .*b.txt must be UTF-8; it has {message}"):
             list(read_numbered(stream, str(tmp_path / "*.txt")))
 
 
@@ -171,10 +171,24 @@ def test_a_table_without_text_names_its_columns(tmp_path):
 
 
 def test_missing_and_empty_folders_are_named(tmp_path):
-    with pytest.raises(ValueError, match=f"text must be a file or a folder; got {tmp_path}/no"):
+    with pytest.raises(ValueError, match=f"data must be a file or a folder; got {tmp_path}/no"):
         list(text_documents(tmp_path / "no"))
     with pytest.raises(ValueError, match=f"{tmp_path} must hold text files, ending in .txt "):
         list(text_documents(tmp_path))
+
+
+def test_linked_folders_are_read_hidden_ones_are_not_and_circles_end(tmp_path):
+    """The same files count as read and as what a cached corpus is of."""
+    text, elsewhere = tmp_path / "text", tmp_path / "elsewhere" / "deep"
+    for place in (text / "own", text / ".hidden", text / "own" / ".checkpoints", elsewhere):
+        place.mkdir(parents=True)
+        (place / "a.txt").write_text(str(place))
+    (text / "books").symlink_to(elsewhere.parent)
+    (elsewhere / "circle").symlink_to(elsewhere.parent)
+    names = ["books/deep/a.txt", "own/a.txt"]
+    assert [name for name, _ in text_documents(text)] == names
+    assert folder_files(text) == [text / name for name in names]
+    assert {n: len(files) for n, (_, files) in domain_files(text).items()} == {"books": 1, "own": 1}
 
 
 def test_a_single_file_may_have_any_ending(tmp_path):

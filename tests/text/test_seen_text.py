@@ -1,5 +1,7 @@
 """Text to measure a checkpoint on that it was not trained on."""
 
+import dataclasses
+
 import pytest
 
 from l2r.files.atomic import write_text
@@ -38,9 +40,22 @@ def test_a_folder_that_a_run_was_trained_on_gives_what_the_run_held_out(run, tmp
     for version in (1, 2):
         path = run(*CUT, f"data.corpus={text}", f"data.corpus_version={version}")
         own = CorpusOptions(str(text), characters_per_domain=50_000, version=version)
-        assert unseen_part(path, text) == unseen_part(path, f"{text}/../text") == own
+        assert unseen_part(path, text) == own
+        again = unseen_part(path, f"{text}/../text")
+        assert again == dataclasses.replace(own, folder=f"{text}/../text")
         assert unseen_part(path, tmp_path / "other") is None
         assert unseen_part(path) == CorpusOptions()
+
+
+def test_a_folder_is_known_again_from_another_place(run, tmp_path, monkeypatch):
+    """The recipe has it as it was typed where the run began, in a folder above the run."""
+    (tmp_path / "text").mkdir()
+    path = run(*CUT, "data.corpus=text")
+    own = CorpusOptions("../../text", characters_per_domain=50_000, version=2)
+    (path / "model").mkdir()
+    monkeypatch.chdir(path / "model")
+    assert unseen_part("..", "../../text") == unseen_part(".", "../../text") == own
+    assert unseen_part("..", ".") is None
 
 
 def test_folders_are_whole_for_checkpoints_that_say_nothing(run, tmp_path):

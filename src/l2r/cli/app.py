@@ -11,7 +11,6 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -211,7 +210,7 @@ def _paths(words: list[str]) -> list[str]:
     """Paths that may be given: words of the command line, values in them, folders of caches."""
     named = [part for word in words for part in (word, word.partition("=")[2]) if part]
     folders = [os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "TMPDIR")]
-    caches = [named_cache(), str(Path("~/.cache").expanduser())]
+    caches = [named_cache(), os.path.expanduser("~/.cache")]  # noqa: PTH111, which fails homeless
     return [*named, *filter(None, [*folders, *caches])]
 
 

@@ -157,7 +157,7 @@ def eval(
     if text is not None or data:
         refuse_options(context, _TASKS_ONLY, "tasks; leave it out with --data and --text")
         for path in data or ():
-            if not Path(path).expanduser().exists():
+            if not Path(path).exists():
                 raise InputError(f"data must be text for a language model; got {path}")
         own = None if text is None else read_text(text)
         settings = TextSettings(length, stride, limit, dtype)

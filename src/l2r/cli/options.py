@@ -6,6 +6,7 @@ What is wrong with a path or a value is said here, or at the head of a command, 
 torch and transformers, which takes seconds.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,9 +43,10 @@ def images_or_path(param: typer.CallbackParam, source: str | None) -> str | None
 
     if source in (None, *BUILT_IN_IMAGES):
         return source
-    if Path(source).expanduser().exists():
-        refuse_pointer(Path(source).expanduser())
-        return source
+    path = os.path.expanduser(source)  # noqa: PTH111, which fails where no home is known
+    if Path(path).exists():
+        refuse_pointer(Path(path))
+        return path
     raise InputError(
         f"{param.name} must be a file or a folder that exists, {' or '.join(BUILT_IN_IMAGES)}; "
         f"got {source}"
@@ -53,9 +55,7 @@ def images_or_path(param: typer.CallbackParam, source: str | None) -> str | None
 
 def images_or_paths(param: typer.CallbackParam, sources: list[str]) -> list[str]:
     """Check several sources, each as :func:`images_or_path` does."""
-    for source in sources or ():
-        images_or_path(param, source)
-    return sources
+    return [images_or_path(param, source) or source for source in sources or ()]
 
 
 def is_text(param: typer.CallbackParam, text: str | None) -> str | None:

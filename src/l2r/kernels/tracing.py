@@ -19,12 +19,15 @@ _functorch = getattr(torch._C, "_functorch", None)
 _has_transforms: Callable[[], bool] | None = getattr(
     torch._C, "_are_functorch_transforms_active", None
 )
+_jit_trace: Callable[[], object] | None = getattr(torch._C, "_get_tracing_state", None)
 _is_batched: Callable[[Tensor], bool] | None = getattr(_functorch, "is_legacy_batchedtensor", None)
 
 
 def traced(*tensors: Tensor | None) -> bool:
     """Tell whether a compiler, a dispatch mode or a tensor subclass watches operations."""
     if torch.compiler.is_compiling() or _dispatch_modes is None or _dispatch_modes() > 0:
+        return True
+    if _jit_trace is None or _jit_trace() is not None:  # torch.jit.trace, ONNX's older exporter
         return True
     return not _PLAIN_TYPES.issuperset(map(type, tensors))
 
@@ -46,6 +49,8 @@ def untouched(*tensors: Tensor | None) -> bool:
         and _has_transforms is not None
         and _dispatch_modes() == 0
         and not _has_transforms()
+        and _jit_trace is not None
+        and _jit_trace() is None
         and getattr(_forward_ad, "_current_level", 0) < 0
     )
 

@@ -24,7 +24,7 @@ from l2r.functional import (
 )
 from l2r.functional.losses import mean_over_layers
 from l2r.functional.selection import best_experts, largest_logit
-from l2r.routers.base import RouterOutput
+from l2r.routers.base import Router, RouterOutput
 from l2r.routers.capture import Captured, RouterSite, observed
 from l2r.routers.model_calls import ModelCall
 
@@ -92,9 +92,12 @@ def step_loads(model: nn.Module, *, first_choice: bool = False) -> Iterator[Step
     """Count what experts get in all calls inside the block: a forward for each micro-batch.
 
     ``router_losses`` with ``balance_scope="step"`` takes them. Run the forwards under
-    ``torch.no_grad()``; padding of their attention masks does not count.
+    ``torch.no_grad()``; padding of their attention masks does not count, and running statistics of
+    routers are afterwards as they were. ``first_choice``: as ``balance_variant="tutel"`` needs it.
     Raises ValueError for a model without routers of ours or of a supported family.
     """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    kept = [(buffer, buffer.clone()) for router in routers for buffer in router.buffers()]
     loads, seen = StepLoads(first_choice), set[int]()
     calls: list[ModelCall] = []  # kept, so that no other call gets the number of one
 
@@ -105,8 +108,13 @@ def step_loads(model: nn.Module, *, first_choice: bool = False) -> Iterator[Step
             calls.append(call)
             loads.micro_batches += 1
 
-    with observed(model, add):
-        yield loads
+    try:
+        with observed(model, add):
+            yield loads
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
 
 
 def router_losses(
@@ -132,11 +140,14 @@ def router_losses(
     gradients are on, nor layers that choose by token ids.
 
     Raises ValueError for a weight that is negative or not finite, an unknown scope, a variant with
-    the scope ``sequence``, a record without outputs, and outputs that carry no gradient.
+    the scope ``sequence``, ``loads`` of another scope or variant, a record without outputs, and
+    outputs that carry no gradient.
     """
     check_settings(
         balance=balance, z=z, margin=margin, variant=balance_variant, scope=balance_scope
     )
+    if loads is not None:
+        _check_loads(loads, balance_variant, balance_scope)
     groups = _groups(captured)
     if not groups:
         raise InputError("no router output was recorded; the router losses would be off")
@@ -187,6 +198,16 @@ def check_settings(
         raise InputError(
             "balance_scope='sequence' is DeepSeek-V3's loss and has no variants; leave "
             f"balance_variant; got {variant!r}"
+        )
+
+
+def _check_loads(loads: StepLoads, variant: str, scope: str) -> None:
+    if scope != "step":
+        raise InputError(f"loads are for balance_scope='step'; got balance_scope={scope!r}")
+    if loads.first_choice != (variant == "tutel"):
+        raise InputError(
+            "loads must be of step_loads(model, first_choice=True) for balance_variant='tutel' and of "
+            f"step_loads(model) for others; got first_choice={loads.first_choice} and {variant!r}"
         )
 
 

@@ -23,6 +23,8 @@ def update_selection_bias(
             "bias must be a tensor [N]; got None: this router holds no selection bias. "
             "l2r.hf.swap.selection_biases(model) has those that its block holds"
         )
+    if bias.dtype.itemsize < 4:
+        raise ValueError(f"bias must be float32 or wider, else updates are lost; got {bias.dtype}")
     if load.shape != bias.shape:
         raise ValueError(
             f"load must have an entry for each of the {len(bias)} experts; got {list(load.shape)}"

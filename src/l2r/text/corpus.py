@@ -215,21 +215,25 @@ def unseen_part(
     run = None if checkpoint is None else _run_of(Path(checkpoint))
     corpus_of_run = None if run is None else of_laboratory("training", "corpus_of_run")
     options = None if corpus_of_run is None else corpus_of_run(run)
-    if options is None or not _same(options.folder, folder):
+    if options is None or run is None or not _same(options.folder, folder, run):
         return newest
+    options = replace(options, folder=None if folder is None else str(folder))
     # since version 2 the whole hold-out is new to it, whatever cut it was trained on
     return newest if newest and options.version == newest.version else options
 
 
 def _run_of(path: Path) -> RunFolder | None:
     """Find the run that a path names, or whose ``model/`` or ``model-ema/`` it names."""
+    path = path.absolute()
     run, above = RunFolder(path), RunFolder(path.parent)
     if run.is_run():
         return run
     return above if above.is_run() and path in (above.model, above.averaged_model) else None
 
 
-def _same(first: str | None, second: str | Path | None) -> bool:
-    if first is None or second is None:
-        return first is second
-    return Path(first).resolve() == Path(second).resolve()
+def _same(own: str | None, folder: str | Path | None, run: RunFolder) -> bool:
+    """Say whether a run's corpus is a folder; one as it was typed, in a folder above the run."""
+    if own is None or folder is None:
+        return own is folder
+    started = [Path.cwd(), *run.path.resolve().parents]
+    return Path(folder).resolve() in [(place / own).resolve() for place in started]

@@ -65,7 +65,8 @@ class Texts:
             self.bytes += len(content)
             sums.update(repr((file, document, len(content))).encode() + content)
         if not self.bytes:
-            raise InputError(f"text must not be empty; got {', '.join(self.paths)}")
+            what = "data" if own is None else "text"
+            raise InputError(f"{what} must not be empty; got {', '.join(self.paths)}")
         self.digest = sums.hexdigest()
 
     def __iter__(self) -> Iterator[tuple[str, str, str]]:
@@ -108,7 +109,7 @@ def evaluate_text(
     identity = {**asdict(settings), "weights": checkpoint_digest(folder), "text": texts.digest}
     stem = make_folder(out, "evaluation") / f"text-{texts.digest[:8]}"
     path = stem.with_suffix(".documents.jsonl")
-    scored = _scored(path, identity)
+    scored = _scored(path, identity, texts)
     model, done = None, sum(document.bytes for document in scored)
     vocab_size = config.get_text_config().vocab_size
     for part in _parts(islice(texts, len(scored), None)):
@@ -175,16 +176,22 @@ def _within(
     return lambda done, of: report(before + size * done // of, total)
 
 
-def _scored(path: Path, identity: dict[str, Any]) -> list[TextDocument]:
-    """Documents that an earlier run scored; a line cut by a crash is dropped."""
+def _scored(path: Path, identity: dict[str, Any], texts: Texts) -> list[TextDocument]:
+    """Documents that an earlier run scored, the first of ``texts`` in their order.
+
+    A line cut by a crash is dropped with those behind it, as are those of a second process.
+    """
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     documents = list[TextDocument]()
     if lines and lines[0] == json.dumps(identity):
-        for line in lines[1:]:
+        for line, (file, document, text) in zip(lines[1:], texts, strict=False):
             try:
-                documents.append(TextDocument(**parse_json(line.encode())))
+                kept = TextDocument(**parse_json(line.encode()))
             except (ValueError, TypeError):
                 break
+            if (kept.file, kept.document, kept.bytes) != (file, document, len(text.encode())):
+                break
+            documents.append(kept)
     return documents
 
 

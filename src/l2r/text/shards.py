@@ -92,7 +92,7 @@ def plain_text(data: bytes, name: str) -> str:
         place, what = error.start, f"byte 0x{data[error.start]:02x}"
     likely = "utf-16" if 0 in data or data[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin1"
     raise BadShardError(
-        f"text {name} must be UTF-8; it has {what} at {place}. If it is {likely}: "
+        f"data {name} must be UTF-8; it has {what} at {place}. If it is {likely}: "
         f"iconv -f {likely} -t utf-8 FILE > NEW"
     )
 
@@ -102,7 +102,7 @@ def read_text_file(path: Path) -> str:
     with path.open("rb") as stream:
         data = stream.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise BadShardError(f"text {path} must have at most {MAX_BYTES:,} bytes; split it")
+        raise BadShardError(f"data {path} must have at most {MAX_BYTES:,} bytes; split it")
     return plain_text(data, str(path))
 
 

@@ -82,7 +82,7 @@ def documents_by_file(path: Path) -> Iterator[tuple[str, Files]]:
     elif path.is_file():
         yield path.name, _documents(path, path.name)
     else:
-        raise InputError(f"text must be a file or a folder; got {path}")
+        raise InputError(f"data must be a file or a folder; got {path}")
 
 
 def file_texts(path: Path) -> dict[str, list[Iterator[str]]]:
@@ -110,7 +110,7 @@ def domain_files(folder: Path) -> dict[str, tuple[Path, list[Path]]]:
     domains, which none of them would have (``.json`` is taken for facts about them).
     """
     if not folder.is_dir():
-        raise InputError(f"text folder must exist; got {folder}")
+        raise InputError(f"data folder must exist; got {folder}")
     layers = [folder]
     if (folder / "data").is_dir() and any(p.is_dir() for p in (folder / "data").iterdir()):
         layers.append(folder / "data")
@@ -125,7 +125,7 @@ def domain_files(folder: Path) -> dict[str, tuple[Path, list[Path]]]:
     if beside:
         rest = f" and {len(beside) - 3} more" if len(beside) > 3 else ""
         raise InputError(
-            f"text folder {folder} holds text beside its sub-folders, which no domain would have: "
+            f"data folder {folder} holds text beside its sub-folders, which no domain would have: "
             f"{', '.join(beside[:3])}{rest}; move it into a sub-folder, or out of the folder"
         )
     return domains
@@ -155,12 +155,21 @@ def _shown_folders(folder: Path) -> list[Path]:
     return [p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")]
 
 
-def _files_below(folder: Path) -> list[Path]:
-    return _text_in(folder, "**/*")
+def _files_below(folder: Path, above: tuple[Path, ...] = ()) -> list[Path]:
+    """Text in a folder and those in it, links to folders too; hidden ones are left out."""
+    real = folder.resolve()
+    if real in above:  # a link to what holds it
+        return []
+    try:
+        inside = _shown_folders(folder)
+    except PermissionError:
+        return []
+    files = [file for path in inside for file in _files_below(path, (*above, real))]
+    return sorted([*_text_in(folder), *files])
 
 
-def _text_in(folder: Path, pattern: str = "*") -> list[Path]:
-    paths = (path for path in folder.glob(pattern) if path.name.endswith(TEXT_SUFFIXES))
+def _text_in(folder: Path) -> list[Path]:
+    paths = (path for path in folder.glob("*") if path.name.endswith(TEXT_SUFFIXES))
     return sorted(p for p in paths if p.is_file() and not p.name.startswith("."))
 
 
@@ -177,19 +186,19 @@ def _documents(file: Path, label: str) -> Files:
 
 def _no_text(folder: Path) -> InputError:
     return InputError(
-        f"text folder {folder} must hold text files, ending in {' '.join(TEXT_SUFFIXES)}, in one "
+        f"data folder {folder} must hold text files, ending in {' '.join(TEXT_SUFFIXES)}, in one "
         f"sub-folder per domain or all in it"
     )
 
 
 def _folder_sources_1(folder: Path) -> dict[str, Callable[[], Files]]:
     if not folder.is_dir():
-        raise InputError(f"text folder must exist; got {folder}")
+        raise InputError(f"data folder must exist; got {folder}")
     domains = {p.name: p for p in sorted(_shown_folders(folder)) if any(p.rglob("*.txt"))}
     if not domains and any(folder.glob("*.txt")):
         domains = {"text": folder}
     if not domains:
-        raise InputError(f"text folder {folder} must hold *.txt files for corpus_version 1")
+        raise InputError(f"data folder {folder} must hold *.txt files for corpus_version 1")
     return {name: _text_files(path) for name, path in domains.items()}
 
 

@@ -454,7 +454,7 @@ def test_metrics_cut_by_a_crash_are_read_up_to_the_cut(unbroken, tmp_path):
         (["training.micro_batch=3"], "global_batch must be a multiple of micro_batch"),
         (["training={steps: 5, tokens: 100}"], "exactly one of steps, tokens, epochs"),
         (["data.sequence_length=1000000"], "lower sequence_length"),
-        (["data.corpus=/nonexistent"], "text folder must exist"),
+        (["data.corpus=/nonexistent"], "data folder must exist"),
         (["model.vocab_size=100"], r"model.vocab_size must be >= \d+, the tokenizer's; got 100"),
         (
             ["training={epochs: 3, global_batch: 100000, micro_batch: 1}"],

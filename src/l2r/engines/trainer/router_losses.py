@@ -19,7 +19,7 @@ from l2r.engines.trainer.own_loss import OwnLossWeights
 from l2r.engines.trainer.router_log import after_training, call_first, model_of
 from l2r.errors import InputError
 from l2r.files.shared_settings import BalanceScope, BalanceVariant, ZVariant
-from l2r.routers import Captured, Router, StepLoads, capture, constrain, router_losses, step_loads
+from l2r.routers import Captured, StepLoads, capture, constrain, router_losses, step_loads
 from l2r.routers.capture import sites_of
 from l2r.routers.losses import check_settings
 from l2r.routers.temporary import replaced
@@ -193,8 +193,6 @@ class RouterLosses(TrainerCallback):
                 "or another scope"
             )
         model.train()
-        routers = [module for module in self.model.modules() if isinstance(module, Router)]
-        kept = [(b, b.clone()) for router in routers for b in router.buffers()]
         devices = [torch.device(trainer.args.device)] if trainer.args.device.type == "cuda" else []
         first = self.settings["balance_variant"] == "tutel"
         with torch.no_grad(), torch.random.fork_rng(devices), step_loads(
@@ -203,8 +201,6 @@ class RouterLosses(TrainerCallback):
             for batch in batches:
                 with trainer.compute_loss_context_manager():
                     model(**{name: v for name, v in batch.items() if name in self._accepted})
-        for buffer, value in kept:
-            buffer.copy_(value)
         loads.micro_batches = len(batches)
         return loads
 

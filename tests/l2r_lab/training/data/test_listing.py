@@ -41,7 +41,7 @@ def test_local_folder_may_leave_data_out_and_hidden_files_do_not_count(tmp_path)
 def test_folder_without_shards_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"must hold text files, ending in \.txt \.json\.gz"):
         folder_listing(tmp_path)
-    with pytest.raises(ValueError, match="text folder must exist"):
+    with pytest.raises(ValueError, match="data folder must exist"):
         folder_listing(tmp_path / "missing")
 
 

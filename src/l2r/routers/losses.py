@@ -206,8 +206,8 @@ def _check_loads(loads: StepLoads, variant: str, scope: str) -> None:
         raise InputError(f"loads are for balance_scope='step'; got balance_scope={scope!r}")
     if loads.first_choice != (variant == "tutel"):
         raise InputError(
-            "loads must be of step_loads(model, first_choice=True) for balance_variant='tutel', else "
-            f"of step_loads(model); got first_choice={loads.first_choice} and {variant!r}"
+            "loads must be of step_loads(model, first_choice=True) for balance_variant='tutel', "
+            f"else of step_loads(model); got first_choice={loads.first_choice} and {variant!r}"
         )
 
 

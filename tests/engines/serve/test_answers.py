@@ -137,6 +137,22 @@ def test_text_ends_before_a_stop_string(client):
     assert client.complete(max_tokens=2).body["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_where_a_token_begins_whatever_a_stop_string_holds_back(client, stream):
+    asked = {"max_tokens": NEW, "logprobs": 1, "stream": stream}
+    whole = client.complete(max_tokens=NEW)
+    held = [f"{letter}never there" for letter in sorted(set(text_of(whole)))[:4]]
+
+    def offsets(**more):
+        body = client.complete(**asked, **more).body
+        lines = body.decode().splitlines() if stream else []
+        parts = [json.loads(line[6:]) for line in lines if line[6:7] == "{"] or [body]
+        listed = [part["choices"][0]["logprobs"] for part in parts]
+        return [offset for part in listed for offset in part["text_offset"]]
+
+    assert offsets(stop=held) == offsets() and offsets()[-1] > 0
+
+
 def test_logprobs_are_those_of_the_model(client, folder):
     model, tokenizer = load_causal_lm(folder)
     prompt, (_, tokens) = tokenizer(PROMPT)["input_ids"], generated(folder)

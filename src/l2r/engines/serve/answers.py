@@ -147,7 +147,7 @@ class CompletionAnswer(Answer):
                 likeliest.setdefault(other, value)  # many tokens may have one text
             # The first token of a prompt has no probability.
             listed["top_logprobs"].append(None if logprob is None else likeliest)
-            listed["text_offset"].append(written)
+            listed["text_offset"].append(written + step.held)
             written += len(step.text)
         return listed
 

@@ -117,6 +117,11 @@ class StreamedText:
         """Say whether no token with text, of the prompt neither, is before the next one."""
         return not self._decode(self._tokens * 2)  # twice: decoders cut a space that is alone
 
+    @property
+    def held(self) -> int:
+        """Characters that are held back because a stop string may begin with them."""
+        return len(self._held)
+
     def push(self, token: int) -> str:
         """Add a token and return the text that is now certain; ``stopped`` after a stop string."""
         if not self._decode([token, token]):  # special or unknown: no context for the next one
@@ -240,6 +245,7 @@ class StreamedToken:
     finish: Literal["stop", "length"] | None
     echoed: bool = False  # a token of the prompt
     begins_text: bool = False  # no text is before it: the space of a first word is cut
+    held: int = 0  # characters before it that are not given out yet
     routed_experts: str | None = None  # of the whole sequence, with its last token
 
 
@@ -316,7 +322,7 @@ class Sequence:
             choice = self._choose(logits)
             self._steps += 1
             ends = choice.token in self._ends
-            begins = self._text.empty
+            begins, held = self._text.empty, self._text.held
             text = "" if ends else self._text.push(choice.token)
             finish: Literal["stop", "length"] | None = None
             if ends or self._text.stopped:
@@ -333,6 +339,8 @@ class Sequence:
             return 0
         if not self.over:
             self.over = finish is not None
-            step = StreamedToken(choice, text, finish, routed_experts=experts, begins_text=begins)
+            step = StreamedToken(
+                choice, text, finish, routed_experts=experts, begins_text=begins, held=held
+            )
             self._listener(step)
         return choice.token

@@ -70,6 +70,7 @@ OF_EACH_CONTRACT = (
 CLASSIFIERS = ("openai_privacy_filter",)
 NONE_KNOWN = {
     "phimoe": "the rule of SparseMixer",
+    "flint": "sigmoid scores, which round to ties",
     **dict.fromkeys(
         ("ernie4_5_moe", "laguna", "ernie4_5_vl_moe", "deepseek_v4", "minimax_m3_vl_text")
         + ("step3p7", "muse_spark", "kolibri1", "inkling2_text", "inkling2_loop_text")

@@ -281,7 +281,7 @@ def _of_losses() -> Iterator[Claim]:
     )
     late = ends(tokens_256("4m", "train_ce_late_change"))
     yield Claim("it still grows by {:.3f} [{:.3f}, {:.3f}] from the third", late)
-    yield Claim("for each length, {:.0f} seeds as registered", (len(long),))
+    yield Claim("for both lengths, over {:.0f} registered seeds", (len(long),))
     own, base = long_runs("bf16_flips")
     yield Claim("a third fewer flips (they are {:.0f}% fewer)", (100 * (1 - own / base),))
 

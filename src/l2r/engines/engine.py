@@ -1,4 +1,4 @@
-"""Code that all engines share: versions that were tried, the router, its selection."""
+"""Code that all engines share: the versions tried, the router, its selection, another model's."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -146,3 +146,38 @@ def _selection(config: RouterConfig, router: Router) -> Selection:
     sizes = {name: getattr(router, name) for name in ("hidden_size", "num_experts", "top_k")}
     with torch.device("meta"):
         return build_router(config, **sizes).selection
+
+
+def check_sizes(config: Any, sizes: Mapping[str, Any]) -> None:
+    """Raise InputError where a Hugging Face configuration differs from an engine's ``sizes``."""
+    for name, value in sizes.items():
+        found = getattr(config, name, None)
+        if isinstance(value, Mapping):
+            found = {key: (found or {}).get(key) for key in value}
+        if found != value:
+            raise InputError(
+                f"both models must have the same {name}; got {found} in the Hugging Face model "
+                f"and {value} in the engine's"
+            )
+
+
+def check_router(model: Any, config: RouterConfig, *, family: bool = False) -> None:
+    """Raise InputError where a Hugging Face model's routers compute otherwise than an engine's.
+
+    Equal tensors do not tell: l2r_dot has those of l2r_sips. A selection bias is a tensor.
+    ``family``: the family's selection is in force in the engine, too.
+    """
+    router = next((m for m in model.modules() if isinstance(m, Router)), None)
+    if router is None:
+        return
+    theirs: Any = router.config
+    if not family and router.selection.family is not None:
+        theirs = dataclasses.replace(theirs, normalize_weights=router.selection.normalize)
+    own, found = config.to_dict(), theirs.to_dict()
+    names = (own.keys() | found.keys()) - {"init_std", "selection_bias"}
+    for name in sorted(names, key=lambda name: name != "kind"):
+        if own.get(name) != found.get(name):
+            raise InputError(
+                f"both models must have the same router; got {name}={found.get(name)} in the "
+                f"Hugging Face model and {own.get(name)} in the engine's"
+            )

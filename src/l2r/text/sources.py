@@ -125,7 +125,7 @@ def domain_files(folder: Path) -> dict[str, tuple[Path, list[Path]]]:
     if beside:
         rest = f" and {len(beside) - 3} more" if len(beside) > 3 else ""
         raise InputError(
-            f"data folder {folder} holds text beside its sub-folders, which no domain would have: "
+            f"data folder {folder} holds text beside its sub-folders that belongs to no domain: "
             f"{', '.join(beside[:3])}{rest}; move it into a sub-folder, or out of the folder"
         )
     return domains

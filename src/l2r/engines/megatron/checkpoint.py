@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from l2r.engines.engine import selecting_as
+from l2r.engines.engine import check_router, check_sizes, selecting_as
 from l2r.engines.megatron import HeadsNorm, L2RTopKRouter
 from l2r.engines.megatron.routes import record
 from l2r.engines.megatron.settings import (
@@ -24,15 +24,7 @@ from l2r.engines.megatron.settings import (
     rope_parameters,
     selection_rule,
 )
-from l2r.engines.olmoe_tensors import (
-    OlmoeTensors,
-    Pair,
-    check_router,
-    check_sizes,
-    copy_all,
-    olmoe,
-    router_pairs,
-)
+from l2r.engines.olmoe_tensors import OlmoeTensors, Pair, copy_all, olmoe, router_pairs
 from l2r.engines.proof import prove
 from l2r.errors import InputError
 from l2r.routers.observe import evaluating

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from l2r.engines.engine import check_router, check_sizes
 from l2r.engines.olmo_core.routes import record
 from l2r.engines.olmo_core.settings import (
     blocks_of,
@@ -30,8 +31,6 @@ from l2r.engines.olmo_core.settings import (
 from l2r.engines.olmoe_tensors import (
     OlmoeTensors,
     Pair,
-    check_router,
-    check_sizes,
     copy_all,
     olmoe,
     olmoe_config,

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from l2r.engines.engine import own_stream, require, selecting_as
-from l2r.engines.olmoe_tensors import check_router, check_sizes
+from l2r.engines.engine import check_router, check_sizes, own_stream, require, selecting_as
 from l2r.engines.proof import ask, compare, on_first_rank
 from l2r.engines.torchtitan import L2RGate, plug_of
 from l2r.engines.torchtitan.fields import rule, settings, without_export

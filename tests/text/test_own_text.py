@@ -99,7 +99,7 @@ def test_text_beside_sub_folders_with_text_is_named_and_not_left_out(layer, tmp_
     assert folder_listing(tmp_path) == {"letters": [f"{layer}letters/*.txt"]}
     for number in range(5):
         (tmp_path / layer / f"{number}.txt").write_text("text of none")
-    with pytest.raises(ValueError, match=r"belongs to no domain: 0\.txt, 1\.txt, 2\.txt and 2 more"):
+    with pytest.raises(ValueError, match=r"to no domain: 0\.txt, 1\.txt, 2\.txt and 2 more"):
         folder_listing(tmp_path)
 
 
